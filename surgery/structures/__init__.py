@@ -1,1 +1,1 @@
-"""Conversion targets: a folder for each, and the order of events that all conversions share."""
+"""Conversion targets, a folder for each, and the steps that all conversions share."""

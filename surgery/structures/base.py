@@ -1,7 +1,7 @@
-"""Abstract base class of a conversion target. The converter calls its methods in the order in which they stand here.
+"""Abstract base class of a conversion target. The converter calls its methods in the order of their definition.
 
-A structure is a subclass of :class:`Structure` in a folder of its own; one object of it is one conversion.
-:mod:`surgery.structures.converter` owns the order of events, :mod:`surgery.structures.registry` knows the names.
+Each target is a subclass of :class:`Structure` in a separate folder; an instance is one conversion.
+:mod:`surgery.structures.converter` runs the steps, :mod:`surgery.structures.registry` maps names to targets.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from surgery.verification.flow import Flow
 from surgery.verification.written import Verification, verify_by_running
 
 ConfigOf = Callable[[PreTrainedConfig, int, int], PreTrainedConfig]
-"""The config of a result, from the source's, the numbers of a latent and the rotated ones."""
+"""Function from the source's config, the latent rank and the rotary dimensions to the config of a result."""
 
 ROTARY = ".rotary_emb.inv_freq"
 LONG = 2**20
-"""Tokens at which what is kept of a few tokens no longer counts in the bytes of one."""
+"""Context length at which windows, sinks and other fixed-size parts are negligible in the KV bytes per token."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a conversion once every layer's new tensors are written.
+    """Result of a conversion after the new tensors of every layer are written.
 
     Attributes:
-        config: the config.json of the result.
-        target: what it became, for the report; "called" and "engines" are added there.
-        layers: a dataclass a layer for the report, with the errors of each stage as ``measured``, and ``columns()`` and
-            ``cells()`` for people.
+        config: config.json of the result.
+        target: entry of the report on the target; the report adds "called" and "engines".
+        layers: one dataclass per layer for the report, with the errors of each stage as ``measured``, and ``columns()``
+            and ``cells()`` for printed tables.
         scores: loss and recall after each stage.
         simulated: final hidden states [N, T, D] of the last stage on the held-out text.
-        factors: by which copied tensors are multiplied.
-        own_class: whether the model class's files have to travel with it.
-        final_config: config.json of another class for the same tensors, written once the result is verified as
-            ``config`` says; ``final_code``: files that it needs next to the weights.
-        splits: of the budget that were tried, with their held-out losses.
-        shape: of the source, where it is no checkpoint of a family.
-        flow: predicted peak and footprint of a prompt and decoded tokens, in the dtype in which layers run.
+        factors: multipliers of copied tensors, by tensor name.
+        own_class: whether the files of the custom model class are written next to the weights.
+        final_config: config.json of another class for the same tensors, written after the result is verified with
+            ``config``.
+        final_code: files that ``final_config`` needs next to the weights.
+        splits: tried splits of the budget with their held-out losses.
+        shape: shape of the source if it is not a checkpoint of a family.
+        flow: predicts peak and footprint from the numbers of prompt tokens and decoded tokens, in the dtype of the run.
     """
 
     config: dict[str, Any]
@@ -76,16 +77,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast of a conversion, made before any work.
+    """Forecast of a conversion, made before any computation.
 
     Attributes:
-        config: config.json of the result, with an exact cache; where work decides a part, that part as it is likely.
+        config: config.json of the result, with an exact cache; a likely value for each part that calibration decides.
         tensors: every tensor of the result.
-        kv_bytes_per_token: at most, in the bytes of the weights.
-        model_type, reasons: of the class that carries it.
-        demand: what it computes.
-        splits: of the budget that would be tried.
-        settled: whether nothing that engines look at is left to the work; ``engines`` what they say where it is not.
+        kv_bytes_per_token: upper bound, in the dtype of the weights.
+        model_type: model type of the target class.
+        reasons: reasons for the target class.
+        demand: quantities that determine the cost of the conversion.
+        splits: splits of the budget that would be tried.
+        settled: whether engine support is known before the conversion.
+        engines: table of engines if it cannot be derived from ``config`` yet.
     """
 
     config: dict[str, Any]
@@ -99,7 +102,7 @@ class Forecast:
     engines: dict[str, dict] | None = None
 
     def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
-        """Return the table of engines for the result of a source, whose config.json is ``config``."""
+        """Return the table of engines for a result with this config.json."""
         if self.engines is None or reader.stored_names:
             return engine_table(whole_config(reader, config))
         return self.engines
@@ -110,11 +113,12 @@ class TargetOption:
     """Options of a target that `surgery inspect` lists before any calibration.
 
     Attributes:
-        flags: after ``--to NAME``, with a space before them; ``settings`` says the same.
-        place: rank among the options of all targets by the loss increase; None: after those that have one.
-        caution: what is to be known first, for which it is not advised.
-        listed: whether it stands in the table; else it is the smallest that may be advised.
-        optional: nothing is said of it where it does not apply.
+        flags: flags after ``--to NAME``, with a leading space.
+        settings: the settings that ``flags`` set.
+        place: rank among the options of all targets by the loss increase; None: after all ranked options.
+        caution: warning because of which the option is not recommended.
+        listed: whether the option is in the table; an unlisted option is the smallest that may be recommended.
+        optional: whether to omit the option for sources to which it does not apply.
     """
 
     flags: str = ""
@@ -127,11 +131,11 @@ class TargetOption:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that are worth weighing where a budget is all that is asked for.
+    """Settings that `surgery plan` compares when only a budget is given.
 
     Attributes:
-        settings: by name.
-        scales: whether a ``kv_ratio`` next to them says how small the result is.
+        settings: values by setting name.
+        scales: whether ``kv_ratio`` sets the size of the result.
     """
 
     settings: Mapping[str, Any]
@@ -139,16 +143,16 @@ class Candidate:
 
 
 class Structure(ABC, Generic[Opened, Settings]):
-    """One conversion to a structure.
+    """Abstract base class of a conversion target. An instance is one conversion.
 
-    Making one refuses what can be refused before any work (SurgeryError).
+    The constructor raises SurgeryError for everything that can be checked before any computation.
 
     Attributes:
-        keeps_class: whether results are of the source's class, which may hold other models next to the language model.
+        keeps_class: whether results have the source's class, which may include a vision tower.
         supports_multimodal: whether results of the custom model class may be the language model of a vision-language
             model.
         takes_latents: whether sources may be MLA already.
-        options: what is shown of it before text was read.
+        options: options that `surgery inspect` lists before any calibration.
     """
 
     keeps_class: ClassVar[bool] = False
@@ -163,12 +167,12 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: Settings) -> type[Structure]:
-        """The class that converts a source of this config.json: another one where the way there is another."""
+        """Return the class that converts a source of this config.json, such as a subclass for MLA sources."""
         return cls
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: Settings) -> Opened:
-        """Opens what can be converted: a checkpoint of a family.
+        """Open a source checkpoint; by default one of a supported family.
 
         Raises:
             SurgeryError: it cannot be read or converted.
@@ -177,69 +181,67 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     @classmethod
     def over(cls, opened: Opened, settings: Settings, progress: Progress) -> Structure:
-        """Return a structure of this class over an opened source, or another one that takes its place there."""
+        """Create the structure for an opened source; a subclass may return a different structure."""
         return cls(opened, settings, progress)
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return the settings of this structure that `surgery plan` weighs for a source of this config.json; none by
-        default.
+        """Return the settings that `surgery plan` compares for a source of this config.json; none by default.
 
-        A structure that names some has :meth:`closed_form`, or :meth:`pass_group` of layers that it groups.
+        A structure with candidates implements :meth:`closed_form`, or :meth:`pass_group` if it groups layers.
         """
         return []
 
     @classmethod
     def bench_configs(cls) -> Mapping[str, ConfigOf]:
-        """Return the configs that `surgery bench decode` fills at random, by suffix of the target's name; none by
-        default."""
+        """Return the configs that `surgery bench decode` runs with random weights, by suffix of the target's name."""
         return {}
 
     @abstractmethod
     def forecast(self) -> Forecast:
-        """Forecast the class that will carry the result, its bytes and the cost of the work.
+        """Forecast the target class, the KV bytes and the cost of the conversion.
 
-        Once the budget is spent (:meth:`plan`), with what that settled.
+        After :meth:`plan` the forecast uses the planned budget.
         """
 
     @property
     def lag_basis(self) -> BasisOf | None:
-        """The key basis whose attention over lags it wants among its statistics."""
+        """Function that computes the key basis of the lag statistics; None if the structure needs none."""
         return None
 
     @property
     def first_tokens(self) -> int:
-        """Tokens at the start of each sequence that its statistics leave out."""
+        """Number of tokens at the start of each sequence that the statistics leave out."""
         return 0
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Surrogate module of a layer's attention, as it becomes, for prompts only; after :meth:`plan`."""
+        """Return a surrogate module that simulates a layer's converted attention on prompts; needs :meth:`plan`."""
         raise NotImplementedError
 
     def group(self, layer: int) -> range:
-        """The layers that can only be run together with this one, and it: of those :meth:`pass_group` stands in."""
+        """Return the layers, including this one, that must run together, by :meth:`pass_group`."""
         return range(layer, layer + 1)
 
     def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
-        """Carries [N, T, D], in place, through layers that can only be run together, as they become."""
+        """Run hidden states [N, T, D], in place, through the converted layers of a group."""
         raise NotImplementedError
 
     def gather(self, work: ConversionContext) -> None:
-        """Takes statistics; a structure that needs none leaves it."""
+        """Gather calibration statistics; a no-op by default."""
 
     @abstractmethod
     def plan(self, work: ConversionContext) -> Mapping[str, TensorSpec]:
-        """Spends the budget; every tensor of the result, in the order of the files."""
+        """Allocate the budget; return the specs of all tensors of the result, in the order of the files."""
 
     @abstractmethod
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Passes over all layers: converts, measures and writes what is new. What it does not write is copied."""
+        """Convert and measure all layers and write their new tensors; the converter copies all other tensors."""
 
     def verify(self, work: ConversionContext, path: Path, outcome: Outcome) -> Verification:
-        """Runs what was written, with a config and all tensors, against what was simulated.
+        """Run the written checkpoint and compare it with the simulation.
 
         Raises:
-            SurgeryError: it computes something else, or its cache has other bytes than predicted.
+            SurgeryError: its outputs differ from the simulation, or its cache does not have the predicted bytes.
         """
         return verify_by_running(
             path,
@@ -267,17 +269,17 @@ def _check_multimodal(reader: CheckpointReader, can: bool) -> None:
 
 
 def _targets_that(attribute: str) -> str:
-    """Names of targets whose structures say so, for people."""
+    """Join the names of all targets whose structures have the attribute, for a message."""
     targets = TARGETS.working().values()
     *names, last = [each.name for each in targets if not each.fixed and getattr(each.structure(), attribute)]
     return f"{', '.join(names)} or {last}" if names else last
 
 
 def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint that its class reads.
+    """Return the specs of all tensors that the model class reads from a checkpoint.
 
-    Not in it are a copy of tied embeddings, the buffers of rotary frequencies that old checkpoints hold, and MTP layers
-    after the model's, which read what other layers cache.
+    Excludes a copy of tied embeddings, the buffers of rotary frequencies in old checkpoints, and MTP layers, which read
+    the caches of other layers.
     """
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return {
@@ -293,11 +295,11 @@ def replanned_tensors(
     plan: Callable[[int], Mapping[str, TensorSpec]],
     unchanged: Collection[int] = (),
 ) -> dict[str, TensorSpec]:
-    """Every tensor of the output in the source's order, a layer's new attention ``plan(layer)`` where the old began.
+    """Return the specs of all output tensors: the source's, with each layer's attention replaced by ``plan(layer)``.
 
     Args:
-        copied: which of a layer's attention tensors stay unchanged.
-        unchanged: layers of which all do.
+        copied: selects the attention tensors of a layer that stay unchanged.
+        unchanged: layers whose attention stays unchanged.
     """
     tensors = unchanged_tensors(opened.reader, opened.config)
     layer_of = {}

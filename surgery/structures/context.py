@@ -1,4 +1,4 @@
-"""Context of a running conversion, and the passes through the layers that structures share."""
+"""Context of a running conversion, and the passes over the layers that structures share."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ConversionContext(Generic[Opened, Settings]):
     """Context of a running conversion.
 
     Attributes:
-        library: statistics of every layer, once they are gathered.
-        store: what entered every layer in the forward sweep over the calibration text.
+        library: statistics of every layer, after :meth:`gather`.
+        store: inputs of every layer from the forward sweep over the calibration text.
         converted: new tensors of every layer.
-        snapshots: what a conversion that was killed resumes from.
-        processes: that share the calibration.
+        snapshots: snapshots from which an interrupted conversion resumes.
+        processes: processes that share the calibration.
     """
 
     opened: Opened
@@ -59,7 +59,7 @@ class ConversionContext(Generic[Opened, Settings]):
         progress: Progress,
         processes: Processes = ALONE,
     ) -> ConversionContext[Opened, Settings]:
-        """Create a context whose files lie next to its snapshots, or in a temporary folder without one."""
+        """Create a context with files next to its snapshots, or in a temporary folder if these have no folder."""
         folder = snapshots.folder
         library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
         return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots, processes)
@@ -67,7 +67,7 @@ class ConversionContext(Generic[Opened, Settings]):
     def gather(
         self, *, gradients: bool = True, basis_of: BasisOf | None = None, first_tokens: Sequence[int] = (0,)
     ) -> None:
-        """Fills the library, by :func:`surgery.calibration.layer_statistics.gather`."""
+        """Fill the library by :func:`surgery.calibration.layer_statistics.gather`."""
         layer_statistics.gather(self, gradients=gradients, basis_of=basis_of, first_tokens=first_tokens)
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class ConversionContext(Generic[Opened, Settings]):
     def stage_runs(
         self, stages: tuple[str, ...], *, exact: Collection[str] = (), steps: Collection[str] = ()
     ) -> StageTracker:
-        """The stages of the conversion over its held-out text."""
+        """Create the tracker of the conversion's stages over its held-out text."""
         held_out, size = self.texts.held_out, self.settings.batch_size
         return StageTracker(self.opened.stream, held_out, size, stages, exact=exact, steps=steps)
 
@@ -90,12 +90,12 @@ class ConversionContext(Generic[Opened, Settings]):
         *types: type,
         settled: Callable[[int], bool] = lambda layer: True,
     ) -> list[Any]:
-        """Return the results of ``convert`` for every layer; resume after the last layer that is certainly done.
+        """Convert every layer in order and return the results; resume after the last layer with a snapshot.
 
         Args:
-            convert: carries the stages through a layer; all else that it makes is on disk.
-            types: classes in what it says.
-            settled: whether nothing of a layer is needed for the next but stages.
+            convert: converts a layer, runs the stages through it, and keeps all other state on disk.
+            types: classes in its results, for snapshots.
+            settled: whether the next layer needs nothing from a layer but the stages, so that a snapshot can be taken.
         """
         results = []
         if state := self.snapshots.last("layers", *types):
@@ -111,7 +111,7 @@ class ConversionContext(Generic[Opened, Settings]):
         return results
 
     def layers(self, phase: str = "convert") -> Iterator[int]:
-        """Every layer in order, with a bar."""
+        """Yield every layer in order, with a progress bar."""
         with self.progress.phase(phase, self.opened.layers) as advance:
             for layer in range(self.opened.layers):
                 yield layer

@@ -1,4 +1,4 @@
-"""New tensors of every converted layer on disk, for an interrupted conversion to resume from."""
+"""New tensors of every converted layer on disk, from which an interrupted conversion resumes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from surgery.common.layer_files import LayerFiles
 
 
 class ConvertedLayers(LayerFiles):
-    """One file a layer."""
+    """Store of new tensors, one safetensors file per layer."""
 
     def __init__(self, parent: Path | None = None):
         super().__init__("converted", parent)
 
     def save(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
-        """Raises SurgeryError where the disk is full."""
+        """Save the new tensors of a layer.
+
+        Raises:
+            SurgeryError: the disk is full.
+        """
         path = self._path(layer, ".safetensors")
         with disk_errors(path):
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
     def write(self, layers: int, writer: CheckpointWriter) -> None:
-        """Writes the tensors of all layers."""
+        """Write the tensors of all layers to the output checkpoint."""
         for layer in range(layers):
             for name, tensor in load_file(self._path(layer, ".safetensors")).items():
                 writer.write(name, tensor)

@@ -1,8 +1,11 @@
-"""The one order of events of every conversion.
+"""Steps that every conversion runs.
 
-The source is opened and what can be refused is refused; texts are read; the structure takes statistics, spends its
-budget and passes over the layers; what is not attention is copied. The written files are loaded again, run and compared
-with what was simulated before they get their final name.
+1. Open the source and check everything that needs no computation.
+2. Read the texts.
+3. The structure gathers statistics, allocates its budget and converts the layers.
+4. Copy all tensors outside attention.
+5. Reload the written files, run them and compare them with the simulation.
+6. Write the report and move the output to its final path.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ from surgery.verification.written import Verification
 from surgery.version import __version__
 
 STEPS = 6
-"""Steps of every conversion: texts, statistics, the budget, the layers, writing and verification, the report."""
+"""Progress steps: texts, statistics, budget, layers, writing and verification, report."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A finished conversion: where it is, what is known of it, and what it was made from, as it was given."""
+    """Finished conversion: output folder, report, and the source as the request named it."""
 
     path: Path
     report: Report
@@ -59,21 +62,21 @@ class Conversion:
 def convert(request: ConversionRequest, *, shared: bool = False, progress: Progress | None = None) -> Conversion | None:
     """Convert a checkpoint and write the result as a Hugging Face checkpoint.
 
-    The same conversion, killed or interrupted, resumes from what lies in ``<out>.partial``, to the same bits. Several
-    processes share the calibration; one of them does the rest.
+    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. With several processes,
+    all share the calibration; the main process does the rest.
 
     Args:
         shared: whether all processes that a launcher started share the work.
-        progress: bars; silent if None.
+        progress: progress bars; silent if None.
 
     Returns:
-        None on the processes that only have their share.
+        None on processes other than the main one.
 
     Raises:
-        SurgeryError: bad input or an impossible request; nothing is left behind.
-        ProcessLost: another process has ended; what was finished is kept.
+        SurgeryError: bad input or an impossible request; no files are left behind.
+        ProcessLost: another process has ended; finished work is kept.
     """
-    together = Processes(cpu=True, alone=not shared)  # what they hand each other lies on the host
+    together = Processes(cpu=True, alone=not shared)  # exchanged tensors are on the CPU
     progress = progress if progress and together.is_main else Progress(silent=True)
     if not together.is_main:
         device = process_device(request.settings.device, together)
@@ -111,7 +114,7 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
         with progress.step(1, STEPS):
             unfinished = at_end.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **anew))
         folder, staging = unfinished.folder, unfinished.staging
-        # The writer checks again, once the tensors are settled, and that may be hours from here.
+        # The writer checks again once the tensors are final, but that may be hours from here.
         stored_parts = kept_matrices(structure.opened.reader, settings, forecast.tensors)
         staging.check_space(sum(spec.nbytes for spec in in_parts(forecast.tensors, stored_parts).values()))
         work = ConversionContext.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, together)
@@ -136,7 +139,7 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
 
 
 def _have_share(structure: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
-    """Run the share of the sweeps of a process that is not the main one, in the main process's folder."""
+    """Run this process's share of the calibration, in the folder of the main process."""
     snapshots = Snapshots(together.from_main(Path))
     work = ConversionContext.in_folder(snapshots, structure.opened, settings, texts, Progress(silent=True), together)
     structure.gather(work)
@@ -150,10 +153,10 @@ def _finish(
     tensors: Mapping[str, TensorSpec],
     outcome: Outcome,
 ) -> tuple[Outcome, Verification]:
-    """Writes what is not attention, and checks and runs the result.
+    """Write all tensors and files outside attention, then check and run the result.
 
     Raises:
-        SurgeryError: the written files are not what was planned, or do not compute what was simulated.
+        SurgeryError: the written files differ from the plan, or their outputs from the simulation.
     """
     reader = work.opened.reader
     entry = quantization_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))
@@ -178,10 +181,10 @@ def _conclude(
     verification: Verification,
     command: str,
 ) -> Report:
-    """Reports on what was written and verified, and gives it its final name.
+    """Write the report and model card of the verified result, and move it to its final path.
 
     Raises:
-        SurgeryError: the source is no longer what it was when the conversion began.
+        SurgeryError: the source has changed since the conversion began.
     """
     work.opened.reader.check_unchanged()
     if ruined := ruinous_formats(CheckpointReader.open(writer.partial)):

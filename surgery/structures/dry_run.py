@@ -1,4 +1,4 @@
-"""``--dry-run``: the source checked as by a conversion, and what it would take; nothing is written."""
+"""``--dry-run``: checks of a conversion and its expected cost, without any computation or output."""
 
 from __future__ import annotations
 
@@ -36,26 +36,25 @@ from surgery.structures.kv_bytes import source_kv_bytes
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
 
-# The report, the card and the config: what is written next to weights and copied files.
+# Report, model card and config, which are written next to weights and copied files.
 REPORT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Dry run of a conversion, as plain values. Sizes in bytes, times in seconds.
+    """Result of a dry run, as plain values. Sizes in bytes, times in seconds.
 
     Attributes:
-        source: path, shape, dtype, bytes of its weights.
-        splits: the splits of the budget that would be tried, each with its KV bytes per token (MLA).
-        kv: bytes per token of the source, and of the result (the largest of the splits).
-        target: the class that carries the result, why, and the engines; ``frequencies_known`` says whether the engines
-            are settled, or depend on the frequencies that the conversion will choose.
-        tokens: sequences and lengths of calibration and held-out text.
-        disk: bytes of the output and of temporary files, and what is free for each.
-        memory: estimated peaks in the host's memory and the device's, with their largest parts.
-        work: floating point operations, the measured speed, and the estimated time; no time for a device that is not
-            here.
-        refusal: what the conversion would end in here and now, though all that was asked is right: too small a disk.
+        source: path, shape, dtype and weight bytes of the source.
+        splits: splits of the budget that would be tried, with their KV bytes per token (MLA).
+        kv: KV bytes per token of the source and of the result (the largest of the splits).
+        target: target class, reasons for it, and engines; ``frequencies_known``: whether the engines are known already
+            or depend on frequencies that the conversion chooses.
+        tokens: number and length of the sequences of calibration and held-out text.
+        disk: bytes of the output and of temporary files, and the free space for each.
+        memory: estimated peaks in host and device memory, with their parts.
+        work: floating point operations, measured speed and estimated time; no time for a device that is not present.
+        refusal: error that would end a valid conversion on this machine: not enough disk space. None if there is none.
     """
 
     source: dict
@@ -83,17 +82,17 @@ def plan_conversion(
     allow_pickle: bool = False,
     outline: Path | None = None,
 ) -> ConversionPlan:
-    """Plans a conversion of the same arguments, without any forward pass and without writing.
+    """Plan a conversion with these arguments, without running the model and without writing the result.
 
-    Calibration text is read and tokenized, so that its faults show too; ``self`` samples, which take the whole model,
-    are not drawn. Of a device that is not here, such as "cuda" on a laptop, the memory is reported and no time.
+    Calibration text is read and tokenized to find errors in it; ``self`` samples, which need the whole model, are not
+    drawn. For a device that is not present, such as "cuda" on a laptop, memory is estimated but no time.
 
     Args:
-        outline: folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which dry runs
-            of what is to be done with the result go on; none is made of a vision-language model.
+        outline: folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), with which later
+            dry runs can start from the result; not written for a vision-language model.
 
     Raises:
-        SurgeryError: whatever the conversion would refuse before it computes, but too small a disk.
+        SurgeryError: every error that the conversion would raise before it computes, except for a full disk.
     """
     silent, absent = Progress(silent=True), is_absent(settings.device)
     here = replace(settings, device="cpu") if absent else settings
@@ -101,10 +100,10 @@ def plan_conversion(
     opened, forecast = structure.opened, structure.forecast()
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):
-            opened.anatomy(layer)  # refuses weights that are not finite
+            opened.anatomy(layer)  # raises for weights that are not finite
     parts = kept_matrices(opened.reader, settings, forecast.tensors)
     refusal = None
-    try:  # its constructor refuses what cannot be written and writes nothing
+    try:  # the constructor checks the output and writes nothing
         asked_of_files = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite, "parts": parts}
         CheckpointWriter(out, forecast.tensors, **asked_of_files)
     except NoSpace as error:
@@ -148,7 +147,7 @@ def plan_conversion(
 
 
 def outline_result(folder: Path, structure: Structure, settings: ConversionSettings) -> None:
-    """Writes a checkpoint of the result's shapes; none where the source is a vision-language model."""
+    """Write a checkpoint of the result's shapes; a no-op for a vision-language source."""
     reader, forecast = structure.opened.reader, structure.forecast()
     if not reader.stored_names:
         files = in_parts(forecast.tensors, kept_matrices(reader, settings, forecast.tensors))
@@ -172,7 +171,7 @@ def _source_facts(opened: Source | OwnSource) -> dict:
 
 
 def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
-    """Sequences and lengths, counted in the text itself where that can be had without running the model."""
+    """Count the sequences and their length, in the text itself unless the model would have to generate it."""
     if settings.calibration == "self":
         tokenizer_of(opened.reader, remedy=NO_TOKENIZER)
     elif settings.calibration != NO_CALIBRATION:
@@ -181,9 +180,9 @@ def _tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[st
 
 
 def requested_tokens(opened: Source | OwnSource, settings: ConversionSettings) -> dict[str, int]:
-    """Sequences and lengths that the settings ask for, before any text is read."""
+    """Return the number and length of the sequences by the settings alone, before any text is read."""
     if settings.calibration == NO_CALIBRATION:
-        # A few random tokens stand in, to compare the logits of the written checkpoint on.
+        # Random tokens replace text, to compare the logits of the written checkpoint.
         return {"length": RANDOM_LENGTH, "calibration": 0, "held_out": 0, "recall_prompts": RANDOM_SEQUENCES}
     length = min(settings.calibration_length, opened.config.max_position_embeddings)
     return {
@@ -213,13 +212,13 @@ BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Floating point operations per second of a large matrix product on the device."""
+    """Measure the floating point operations per second of a large matrix product on the device."""
     return {"flops_per_second": _matmul_speed(device, dtype)}
 
 
 @cache
 def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured once in a process: dry runs of many targets ask for it."""
+    """Measure the speed once per process, as several dry runs may need it."""
     matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
 
     def synchronize() -> None:

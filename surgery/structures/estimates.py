@@ -1,8 +1,8 @@
-"""Memory, disk and operations of a conversion, estimated from shapes alone.
+"""Estimates of memory, disk and operations of a conversion, from shapes alone.
 
-Numbers are counted in the symbols of :mod:`surgery.families.anatomy`, with n = G (d + e) the KV width of a layer, T the
-length of a sequence, N calibration and M held-out sequences, B the batch, V the vocabulary, P the parameters of the
-largest decoder layer, s and c the bytes of a number in the checkpoint and in the compute dtype.
+Symbols are those of :mod:`surgery.families.anatomy`, with n = G (d + e) the KV width of a layer, T the length of a
+sequence, N calibration and M held-out sequences, B the batch size, V the vocabulary, P the parameters of the largest
+decoder layer, s and c the bytes per element in the checkpoint and in the compute dtype.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ from surgery.running.experts import share_of_experts
 from surgery.running.layer_stream import TOKEN_SLICE, VOCABULARY_SLICE
 from surgery.running.source import OwnSource, Source
 
-# What a layer reaches of the rate of one large matrix product: norms, softmax and small products take the rest.
+# Speed of a layer relative to one large matrix product; norms, softmax and small products are slower.
 EFFICIENCY = 0.5
-# Square matrices [n, n] in float64 that live at once while a layer's statistics are used: both moments, their images in
-# the key basis, their roots, eigenvectors and workspace.
+# Number of [n, n] float64 matrices that are alive at once while a layer is converted: both moments, both in the key
+# basis, their roots, eigenvectors and workspace.
 ALGEBRA_MATRICES = 8
 
 
 def seconds_of(flops: int | None, flops_per_second: float | None) -> float | None:
-    """Estimate the time of a model's operations at the rate of one large matrix product; None where one is unknown."""
+    """Estimate the time of a model's operations from the speed of one large matrix product; None if either is None."""
     return None if flops is None or not flops_per_second else flops / (flops_per_second * EFFICIENCY)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Quantities of a structure's work from which its cost follows.
+    """Quantities of a structure that determine the cost of the conversion.
 
     Attributes:
-        cached: numbers that the result caches per token and layer.
-        statistics: whether it takes moments of calibration text; with ``gradients`` the loss's, with ``lags`` the
-            attention over lags too.
-        results: forms of a layer that are carried through all held-out text, the source's not among them.
-        steps: forms that pass a few texts, nearly as wide as the whole cache; ``exact``: that pass a few tokens.
-        splits, split_sequences: how many splits of the budget are tried at most, each on so many held-out sequences.
+        cached: elements that the result caches per token and layer.
+        statistics: whether it gathers moments of calibration text.
+        gradients: whether these include moments of the loss gradients.
+        lags: whether these include attention over lags.
+        results: number of stages that run on all held-out text, without the source.
+        steps: number of stages that run on a few sequences, nearly as wide as the whole cache.
+        exact: number of stages that run on a few tokens.
+        splits: maximum number of splits of the budget that are tried.
+        split_sequences: held-out sequences per split.
         rescales: whether the residual stream is rescaled, and with it the embeddings.
     """
 
@@ -61,13 +64,13 @@ class Demand:
 
 @dataclass(frozen=True)
 class Workload:
-    """The shapes that decide what a conversion costs, and what it demands.
+    """Shapes and demand that determine the cost of a conversion.
 
     Attributes:
+        layer_parameters: parameters of the largest decoder layer.
+        active_parameters: parameters of that layer that one token uses; fewer with experts.
+        intermediate: intermediate size I of the feed-forward block; the sum over a token's experts.
         limit: bytes of activations that may be in memory.
-        layer_parameters, active_parameters: of the largest decoder layer, all and those that one token passes (fewer
-            with experts).
-        intermediate: of the feed-forward block, I; of all experts together that a token passes.
     """
 
     layers: int
@@ -133,17 +136,17 @@ class Workload:
 
     @property
     def stages(self) -> int:
-        """Residual streams that are carried, one a stage, the source's among them."""
+        """Number of stages, including the source; each has its hidden states."""
         return 1 + self.demand.exact + self.demand.steps + self.demand.results
 
     @property
     def boundary_bytes(self) -> int:
-        """Temporary disk of the sweeps: N T D numbers before every layer."""
+        """Temporary disk bytes of the sweeps: N T D elements per layer."""
         return self.calibration * self.length * self.hidden * self.layers * self.compute
 
     @property
     def spilled_bytes(self) -> int:
-        """Temporary disk of activations past the limit."""
+        """Temporary disk bytes of activations beyond the limit."""
         gradient_width = 2 * self.kv_width if self.demand.gradients else 0
         return int(
             max(0, (2 * self.hidden + gradient_width) * self.calibration * self.length * self.compute - self.limit)
@@ -151,7 +154,7 @@ class Workload:
 
     @property
     def statistics_bytes(self) -> int:
-        """Temporary disk of the statistics: four moments n² (one without gradients), and lags."""
+        """Temporary disk bytes of the statistics: four moments n² (one without gradients), and lags."""
         if not self.demand.statistics:
             return 0
         moments = 4 if self.demand.gradients else 1
@@ -159,26 +162,26 @@ class Workload:
         return self.layers * 8 * (moments * self.kv_width**2 + lags)
 
     def memory(self) -> dict:
-        """Peak bytes, the larger of calibration and conversion, in host and device memory, and what they consist of.
+        """Estimate the peak bytes of host and device memory, the larger of calibration and conversion, by part.
 
         ======================= =====================================================================================
         one layer               P (s + c): its tensors as stored, and the module that runs
-        activations             calibration: 2 N T D c (a boundary's gradient, the attention's inputs), and
-                                2 N T n c with gradients (a layer's keys, values and theirs), up to the limit, if
-                                there is one
-        held-out text           conversion: one M T D c per stage
-        one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c, queries
-                                of the merged stage; one slice of the vocabulary next to it
-        attention weights       4 H T² c of one sequence, for lag statistics; 5 B H T² c where logits have a cap or
-                                learned sinks next to them, which no fused attention knows
-        statistics              8 matrices [n, n] in float64; sums of two, twice, while they are taken
-        float64 forms           the attention in float64, three times, and two merged stages, H d n numbers each
-        rescaled tensor         the embeddings in float64, where the residual stream is rescaled
-        process                 Python, torch and transformers as they are loaded now
+        activations             calibration: 2 N T D c (gradients at a boundary, inputs of the attention), and
+                                2 N T n c with gradients (keys and values of a layer, and their gradients), up to
+                                the limit if there is one
+        held-out text           conversion: M T D c per stage
+        one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c for the
+                                queries of the merged stage; at least one slice of the vocabulary
+        attention weights       4 H T² c of one sequence for lag statistics; 5 B H T² c for logits with a soft cap or
+                                learned sinks, which fused attention does not support
+        statistics              8 matrices [n, n] in float64; sums of two, twice, while they are gathered
+        float64 forms           the attention in float64, three times, and two merged stages of H d n elements each
+        rescaled tensor         the embeddings, if the residual stream is rescaled
+        process                 Python, torch and transformers as loaded now
         ======================= =====================================================================================
 
-        On an accelerator the layer, its batch, its attention weights and the sums of its moments are there, everything
-        else on the host.
+        An accelerator holds the layer, its batch, its attention weights and the sums of its moments; everything else is
+        on the host.
         """
         process = psutil.Process().memory_info().rss
         phases = [self._calibration_memory(), self._conversion_memory()]
@@ -196,15 +199,14 @@ class Workload:
         }
 
     def estimate(self, speed: dict[str, float | None]) -> dict:
-        """Floating point operations and the time that they take at a measured speed; None where there is none."""
+        """Estimate the floating point operations, and their time in seconds; None without a measured speed."""
         total = sum(self.phase_flops().values())
         return {"total_flops": total, **speed, "estimated_seconds": seconds_of(total, speed["flops_per_second"])}
 
     def phase_flops(self) -> dict[str, int]:
-        """Operations by the names of a conversion's phases, in their order: forward passes over the texts they read.
+        """Estimate the operations of each phase, in order, from its forward passes.
 
-        Coarse: statistics and algebra are not counted apart. Progress corrects the time left
-        by the pace of the layers that are done.
+        Statistics and linear algebra are not counted. Progress bars correct the remaining time by the measured pace.
         """
         forward = self.layers * (2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim)
         held_out = (self.held_out + self.recall_prompts) * self.length
@@ -229,7 +231,7 @@ class Workload:
         return self.layer_parameters * (self.stored + self.compute)
 
     def _vocabulary_bytes(self) -> int:
-        """Return the bytes of one slice of the vocabulary: its weights, logits, log-probabilities and their sums."""
+        """Estimate the bytes of one slice of the vocabulary: its weights, logits, log-probabilities and their sums."""
         rows = min(self.vocabulary, VOCABULARY_SLICE)
         tokens = min(self.batch * self.length, TOKEN_SLICE)
         return rows * self.hidden * (self.stored + self.compute) + 4 * 3 * rows * tokens
@@ -276,7 +278,7 @@ class Workload:
 
 
 def _layer_sizes(opened: Source | OwnSource) -> tuple[int, int]:
-    """Parameters of the largest decoder layer: all, and those that one token passes."""
+    """Count the parameters of the largest decoder layer: all, and those that one token uses."""
     reader = opened.reader
     totals = [[0, 0] for _ in range(opened.layers)]
     prefix = LAYER_PREFIX.partition("{")[0]

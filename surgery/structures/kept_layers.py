@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves unchanged: their tensors are copied, their caches those of the source."""
+"""Selection of the layers that a conversion leaves unchanged, with the tensors and caches of the source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AUTO, NONE = "auto", "none"
 
 
 def keep_layers() -> Any:
-    """The setting of targets that convert some layers and leave others."""
+    """Create the setting ``keep_layers``, for targets that can leave layers unchanged."""
     return setting(
         AUTO,
         "Layers that stay unchanged: numbers, negative ones from the end, or auto or none.",
@@ -25,10 +25,15 @@ def keep_layers() -> Any:
 
 
 def kept_layers(spec: str, windows: Sequence[int | None], stateful: frozenset[int] = frozenset()) -> frozenset[int]:
-    """The layers that stay, from the setting, the window of every layer and those that keep a state, which always do.
+    """Return the layers that stay unchanged.
+
+    Args:
+        spec: value of the setting ``keep_layers``.
+        windows: sliding window of every layer, None for full attention.
+        stateful: layers with a recurrent state, which always stay.
 
     Raises:
-        SurgeryError: it names no layer of the model, or all of them.
+        SurgeryError: ``spec`` names a layer that the model does not have, or all layers.
     """
     layers = len(windows)
     if spec in (AUTO, NONE):
@@ -49,5 +54,5 @@ def kept_layers(spec: str, windows: Sequence[int | None], stateful: frozenset[in
 
 
 def converted_layers(unchanged: frozenset[int], layers: int) -> list[int]:
-    """The others, in order."""
+    """Return the layers to convert, in order."""
     return [layer for layer in range(layers) if layer not in unchanged]

@@ -1,4 +1,4 @@
-"""Quantized matrices that a conversion leaves as they are stored: all but those of attention."""
+"""Quantized matrices outside attention, which a conversion can copy in their stored format."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ EXCLUDED = {
     "compressed-tensors": "ignore",
     "fp8": "modules_to_not_convert",
 }
-"""Key of ``quantization_config`` that names unquantized modules, by ``quant_method``."""
+"""Key of ``quantization_config`` that lists unquantized modules, by ``quant_method``."""
 
 INSTEAD = "leave out --keep-quantised, which dequantizes all weights"
 
 Parts = dict[str, dict[str, TensorInfo]]
-"""Stored tensors of each matrix, by its name."""
+"""Stored tensors of each quantized matrix, by the name of its weight."""
 
 
 def asked_to_keep(settings: ConversionSettings) -> bool:
-    """Return whether quantized matrices are to be kept. Settings need not have the option."""
+    """Return whether the settings keep quantized matrices; False for settings without the option."""
     return getattr(settings, "keep_quantised", False)
 
 
 def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> None:
-    """Refuses ``keep_quantised`` where there is nothing to keep, or where no result was seen to load.
+    """Check that ``keep_quantised`` has matrices to keep, in a format whose results are known to load.
 
     Raises:
-        SurgeryError: says why.
+        SurgeryError: the settings, the source or its quantization format do not allow it.
     """
     if not asked_to_keep(settings):
         return
@@ -66,7 +66,7 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
 
 
 def kept_matrices(reader: CheckpointReader, settings: ConversionSettings, tensors: Mapping[str, TensorSpec]) -> Parts:
-    """The matrices of a result that stay as they are stored; none unless that was asked for.
+    """Return the stored tensors of the matrices that stay quantized; empty without the option.
 
     Args:
         tensors: every tensor of the result.
@@ -78,8 +78,7 @@ def kept_matrices(reader: CheckpointReader, settings: ConversionSettings, tensor
 
 
 def quantization_entry(reader: CheckpointReader, tensors: Mapping[str, TensorSpec], parts: Parts) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a result with kept matrices: the source's, with all other modules excluded
-    by name."""
+    """Return the config entry of a result with quantized matrices: the source's, with all other modules excluded."""
     if not parts:
         return {}
     entry = reader.as_stored.config["quantization_config"]

@@ -1,4 +1,4 @@
-"""KV bytes per token of sources, before any work."""
+"""KV bytes per token of sources, computed from their configs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from surgery.structures.base import LONG
 
 
 def source_kv_bytes(opened: Source | OwnSource) -> float:
-    """Return the KV bytes per token of the source."""
+    """Compute the KV bytes per token of the source."""
     if isinstance(opened, Source):
         return SourceShape.of(opened).kv_bytes_per_token
     config = opened.reader.config
     bytes_at = kv_bytes_of(config, opened.weight_dtype)
-    return bytes_at(LONG) / LONG if config["model_type"] == MODEL_TYPE else bytes_at(1)  # inside every window
+    return bytes_at(LONG) / LONG if config["model_type"] == MODEL_TYPE else bytes_at(1)  # 1 token is in every window

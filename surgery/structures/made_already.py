@@ -1,4 +1,4 @@
-"""Tells whether a finished conversion is the one that is asked for, so that it need not be made again."""
+"""Detection of existing output that matches a requested conversion, so that it need not run again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from surgery.structures.request import ConversionRequest
 
 
 def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: str) -> bool:
-    """Return whether the output of a request exists and matches its settings; a note then says so.
+    """Return whether the output of a request exists and matches its settings; if so, print a note.
 
     Raises:
-        SurgeryError: something else is there; ``remedy`` says what to do.
+        SurgeryError: the output path holds something else; ``remedy`` is the advice in the message.
     """
     if not request.out.exists():
         return False
@@ -32,7 +32,7 @@ def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: s
 def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings) -> bool:
     """Return whether a folder holds the conversion of a source with these settings.
 
-    A setting that was not known when it was made counts as its default; one that was removed since does not count.
+    Settings that are newer than the folder count as their defaults; settings that were removed since are ignored.
     """
     try:
         report = json.loads((out / REPORT).read_text(encoding="utf-8"))

@@ -1,9 +1,12 @@
-"""Conversions whose cache is a packed row of quantized values a token, each value in the bits that it is worth.
+"""Conversions to a cache of packed rows: one row of quantized values per token, bits allocated to each value.
 
-One budget of bytes is spent over the rows of all layers (:mod:`surgery.transforms.row_allocation`). To second order
-energies predict what a layer loses; it really is several times as much, and not by one factor. So what is planned by
-them is measured, one layer at a time, and the budget spent again by what was found. A layer that then gets less may
-lose far more than its factor says: it is measured once more, and the larger one counts.
+One byte budget is allocated over the rows of all layers (:mod:`surgery.transforms.row_allocation`), in three steps:
+
+1. Energies predict the loss of each layer to second order, and give a first allocation.
+2. The real loss is several times larger, by a factor that differs between layers. It is measured for one converted
+   layer at a time, and the budget is allocated again with energies scaled by these factors.
+3. A layer that then gets fewer bytes may lose far more than its factor predicts. It is measured again, the larger
+   factor is used, and the budget is allocated a last time.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from surgery.structures.stages import Form, StageTracker
 from surgery.transforms.row_allocation import Section, allocate_rows, granule_of, row_cost
 
 QUANTIZED = "quantized"
-"""Lossy stage of the report."""
+"""Name of the lossy stage in the report."""
 MEASURED_SEQUENCES = 1
-"""Calibration sequences on which the loss of each layer is measured. KL divergences settle on a thousand tokens."""
+"""Calibration sequences on which the loss of each layer is measured. KL divergences converge on a thousand tokens."""
 ROUNDS = 2
-"""Rounds of measuring and spending. With one, a layer of SmolLM2-135M at a quarter kept an output error of 44%."""
+"""Rounds of measurement and allocation. After one, a layer of SmolLM2-135M at KV ratio 0.25 had 44% output error."""
 LARGEST_FACTOR = 1e4
 
 Settings = TypeVar("Settings", bound=StructureSettings)
@@ -50,17 +53,17 @@ Plans = dict[int, Rows]
 
 
 class Spectra(Protocol):
-    """Spectra on which the bytes of a layer's row may be spent."""
+    """Energies over which the bytes of a layer's row are allocated."""
 
     def sections(self, factor: float = 1.0) -> list[Section]:
-        """Return the sections of the row, with energies times a factor."""
+        """Return the sections of the row, with energies scaled by ``factor``."""
 
 
 class Converted(Protocol):
-    """A converted layer.
+    """Converted layer.
 
     Attributes:
-        clipped: share of the calibration values that lie outside the range of their channel.
+        clipped: share of the calibration values outside the range of their channel.
     """
 
     clipped: float
@@ -68,16 +71,16 @@ class Converted(Protocol):
 
 @dataclass(frozen=True)
 class RowLayerReport:
-    """One layer.
+    """Report of one layer.
 
     Attributes:
-        rank, rope_dim: channels of the latent and of the shared key; 0 where the layer stays unchanged.
-        shared_rank: latents of earlier layers that it reads.
-        row_bytes: of a token.
-        bits: channels by their bits.
-        factor: measured over predicted loss of this layer alone, by which the budget was spent.
+        rank, rope_dim: channels of the latent and of the shared key; 0 for an unchanged layer.
+        shared_rank: number of latents of earlier layers that the layer reads.
+        row_bytes: bytes of a packed row.
+        bits: number of channels by bit width.
+        factor: measured divided by predicted loss of converting this layer alone, as used by the allocation.
         clipped: share of calibration values outside the range of their channel.
-        measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
+        measured: relative output error of the layer's attention on the source's inputs, by lossy stage.
     """
 
     layer: int
@@ -92,23 +95,23 @@ class RowLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Heads of :meth:`cells`."""
+        """Return the column heads of :meth:`cells`."""
         return "latent", "rotated", "read too", "bytes a token", "loss over predicted", "clipped"
 
     def cells(self) -> tuple:
-        """Return the values of the row, for people."""
+        """Return the values of the layer's row in the printed table."""
         widths = self.rank or "kept", self.rope_dim, self.shared_rank, self.row_bytes
         return *widths, short(self.factor), share(self.clipped)
 
 
 class RowWriter(Protocol):
-    """Writes a conversion in the custom model class."""
+    """Writer of configs and tensors in the custom model class."""
 
     def config(self, source: dict) -> dict:
         """Return the config.json of the converted model."""
 
     def copied(self, names: list[str]) -> list[str]:
-        """Return which of the source's attention tensors of a layer stay unchanged."""
+        """Select the source's attention tensors of a layer that stay unchanged."""
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Return names, dtypes and shapes of a layer's new tensors."""
@@ -118,10 +121,10 @@ class PackedRows(Structure[Source, Settings]):
     """Abstract base class of conversions to a cache of packed rows.
 
     Attributes:
-        exact_stages: of the report, before the quantized one.
-        least_granules: of a row.
-        usual_ratio: share of the source's bytes unless the settings have one.
-        reason: why the result is of the class that it is of.
+        exact_stages: exact stages of the report, before the quantized stage.
+        least_granules: minimum number of granules of a row.
+        usual_ratio: default KV ratio.
+        reason: reason for the target class.
     """
 
     supports_multimodal = True
@@ -134,7 +137,7 @@ class PackedRows(Structure[Source, Settings]):
         super().__init__(opened, settings, progress)
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.layers = converted_layers(self.kept, opened.layers)
-        # Vision-language models with windows prepare masks of their own, which a row's first tokens cannot be found in.
+        # Vision-language models with windows build their own masks, in which a row's first tokens cannot be found.
         attending = range(opened.layers) if opened.reader.stored_names else self.layers
         if opened.stateful or any(opened.windows[layer] is not None for layer in attending):
             raise SurgeryError(
@@ -156,28 +159,28 @@ class PackedRows(Structure[Source, Settings]):
         self._factors: dict[int, float] = {}
 
     def granule_bytes(self) -> int:
-        """Return the bytes of which every run of a row is a multiple."""
+        """Return the granule: every run of a row is a multiple of these bytes."""
         return granule_of(self.opened.first.kv_width)
 
     def ratio(self) -> float:
-        """Return the share of the source's bytes."""
+        """Return the KV ratio, by default ``usual_ratio``."""
         return self.usual_ratio if self.settings.kv_ratio is None else self.settings.kv_ratio
 
     def other_bytes(self) -> int:
-        """Bytes of a row that are no packed values."""
+        """Return the bytes per token and layer that are not packed values."""
         return 0
 
     @abstractmethod
     def likely(self, granules: int) -> Rows:
-        """Return a row of so many granules, before any layer is known."""
+        """Return a plausible row of ``granules`` granules, before any measurement."""
 
     @abstractmethod
     def writer(self, plans: Plans) -> RowWriter:
-        """Return what writes layers of these rows."""
+        """Create the writer of layers with these rows."""
 
     @abstractmethod
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> Spectra:
-        """Return what the bytes of a layer may be spent on; called layer by layer, with rows that it may have."""
+        """Compute the energies of a layer; called in the order of the layers, with plausible rows."""
 
     @abstractmethod
     def converted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> Converted:
@@ -185,7 +188,7 @@ class PackedRows(Structure[Source, Settings]):
 
     @abstractmethod
     def simulated(self, result: Converted) -> nn.Module:
-        """Return a converted layer's simulated attention; called once for every call of :meth:`converted`."""
+        """Return a surrogate module of a converted layer; called once for every call of :meth:`converted`."""
 
     @abstractmethod
     def tensors(self, writer: RowWriter, index: int, result: Converted) -> dict[str, Tensor]:
@@ -193,22 +196,22 @@ class PackedRows(Structure[Source, Settings]):
 
     @abstractmethod
     def widths(self, result: Converted) -> dict[str, int]:
-        """Return ``rank`` and other widths of a converted layer's report."""
+        """Return ``rank`` and other widths for the report of a converted layer."""
 
     @abstractmethod
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
-        """Return what the report says of the target beside what all packed rows have in common."""
+        """Return entries of the report's target, in addition to those of all packed rows."""
 
     def exact_forms(self, work: ConversionContext, index: int) -> dict[str, Form]:
-        """Return a layer's attention in every exact stage."""
+        """Return a layer's attention for every exact stage."""
         return {}
 
     def is_settled(self, layer: int) -> bool:
-        """Return whether the next layer needs nothing of this one but its stages."""
+        """Return whether the next layer needs nothing from this layer but its stages."""
         return True
 
     def forecast(self) -> Forecast:
-        """Forecast the conversion as if all layers had rows of the same bytes, in all those of the budget."""
+        """Forecast the conversion; before :meth:`plan` as if all layers had rows of the same bytes."""
         plans = self.plans or self._likely()
         writer, dtype, first = self.writer(plans), self.opened.first.q.dtype, self.first_tokens
         config = writer.config(self.opened.reader.config)
@@ -229,23 +232,23 @@ class PackedRows(Structure[Source, Settings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Moments of all but the first tokens, which the cache keeps in full precision."""
+        """Gather moments of all tokens but the first, which the cache keeps in full precision."""
         work.gather(first_tokens=(self.first_tokens,))
 
     @property
     def first_tokens(self) -> int:
-        """Tokens that the cache keeps in full precision."""
+        """Number of first tokens that the cache keeps in full precision."""
         return self.settings.first_tokens
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return the simulated attention of a layer, as it becomes."""
+        """Return a surrogate module that simulates a layer's converted attention."""
         if layer in self.kept:
             return source_attention(self.opened, layer)
         with self.opened.stream.layer(layer) as streamed:
             return self.simulated(self.converted(work, layer, streamed, self.plans[layer]))
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Choose the bits of every value of all layers; without held-out text by predicted losses alone."""
+        """Allocate bits to the channels of all layers; without held-out text by predicted losses alone."""
         self._factors = dict.fromkeys(self.layers, 1.0)
         plans = self._likely()
         spectra = self._spectra(work, plans)
@@ -255,7 +258,7 @@ class PackedRows(Structure[Source, Settings]):
             for number in range(rounds):
                 measured = self._measured(work, plans, advance)
                 for layer in self.layers:
-                    predicted = sum(map(row_cost, spectra[layer].sections(), plans[layer])) / 2  # energies are twice it
+                    predicted = sum(map(row_cost, spectra[layer].sections(), plans[layer])) / 2  # energies: 2 × loss
                     factor = min(measured[layer] / max(predicted, 1e-30), LARGEST_FACTOR)
                     self._factors[layer] = factor if not number else max(factor, self._factors[layer])
                 plans = self._spend(spectra)
@@ -263,7 +266,7 @@ class PackedRows(Structure[Source, Settings]):
         return self.planned_tensors(plans)
 
     def planned_tensors(self, plans: Plans) -> dict[str, TensorSpec]:
-        """Return every tensor of a result with these rows."""
+        """Return the specs of all tensors of a result with these rows."""
         writer = self.writer(plans)
         return replanned_tensors(self.opened, writer.copied, writer.plan, self.kept)
 
@@ -276,7 +279,7 @@ class PackedRows(Structure[Source, Settings]):
         return spectra
 
     def _measured(self, work: ConversionContext, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
-        """Measure the model's divergence where one layer alone follows its plan."""
+        """Measure the KL divergence of models with a single converted layer, by layer."""
         return single_layer_divergences(
             self.opened.stream,
             work.texts.calibration[:MEASURED_SEQUENCES],
@@ -287,19 +290,19 @@ class PackedRows(Structure[Source, Settings]):
         )
 
     def _spend(self, spectra: dict[int, Spectra]) -> Plans:
-        """The rows of every layer, by energies times the layer's factor."""
+        """Allocate the rows of every layer, with energies scaled by the layer's factor."""
         sections = {layer: each.sections(self._factors[layer]) for layer, each in spectra.items()}
         budget = int(self.row_budget * len(self.layers))
         runs = iter(allocate_rows([each for row in sections.values() for each in row], budget, granule=self.granule))
         return {layer: tuple(next(runs) for _ in row) for layer, row in sections.items()}
 
     def _likely(self) -> Plans:
-        """Rows of the same bytes, but for the rest of the budget, which the first layers get."""
+        """Return rows of equal bytes; the first layers get the remainder of the budget."""
         granules, rest = divmod(int(self.row_budget * len(self.layers)) // self.granule, len(self.layers))
         return {layer: self.likely(granules + (place < rest)) for place, layer in enumerate(self.layers)}
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """The quantized form of every layer."""
+        """Convert all layers to their quantized form and write their tensors."""
         opened, row_writer = self.opened, self.writer(self.plans)
         runs = work.stage_runs((*self.exact_stages, QUANTIZED), exact=self.exact_stages, steps=(QUANTIZED,))
         layers = work.pass_layers(
@@ -323,7 +326,6 @@ class PackedRows(Structure[Source, Settings]):
         )
 
     def _convert(self, index: int, work: ConversionContext, runs: StageTracker, writer: RowWriter) -> RowLayerReport:
-        """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
             return RowLayerReport(index)

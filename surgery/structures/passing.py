@@ -1,4 +1,4 @@
-"""Layers that a conversion leaves unchanged, on their way through its stages."""
+"""Stages of a conversion through layers that stay unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from surgery.structures.stages import StageTracker
 
 
 def source_attention(opened: Source, layer: int) -> nn.Module | None:
-    """Surrogate module of a layer's attention that computes what the source does.
+    """Return a surrogate module that computes the source's attention.
 
-    None of a layer that keeps a state, which runs unchanged.
+    None for a layer with a recurrent state, which runs unchanged.
     """
     if layer in opened.stateful:
         return None
@@ -23,7 +23,7 @@ def source_attention(opened: Source, layer: int) -> nn.Module | None:
 
 
 def source_anatomy(opened: Source, layer: int) -> LayerAnatomy:
-    """Return the anatomy of a layer that keeps keys and values, in the dtype and on the device of the stream."""
+    """Return the anatomy of a layer with a KV cache, in the dtype and on the device of the stream."""
     return opened.anatomy(layer).to(torch.float64).to(opened.stream.device, opened.stream.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Puts a finished conversion on record."""
+"""Report of a finished conversion."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def build_report(
     plan: Mapping[str, TensorSpec],
     command: str,
 ) -> Report:
-    """Report of a conversion whose files are written and verified; hashes and names of the files are not in it yet.
+    """Build the report of a conversion whose files are written and verified, without their names and hashes.
 
     Args:
-        name: of the folder that is written, for the commands of engines.
-        plan: all tensors that are written.
-        command: what the user typed.
+        name: name of the output folder, for the commands of engines.
+        plan: specs of all written tensors.
+        command: command line of the user.
     """
     opened, reader, progress = work.opened, work.opened.reader, work.progress
     shape, hub = outcome.shape or SourceShape.of(opened), id_of_snapshot(reader.source)
@@ -88,7 +88,7 @@ def build_report(
 
 def _target(work: ConversionContext, outcome: Outcome, name: str) -> dict:
     """Build the report's entry of the target: name, class and the engines that load it."""
-    # A slice stays what it was; the number of KV heads decides between two names of one conversion.
+    # By the outcome's name, not the settings: a slice keeps its source's target, and kv_heads decides gqa or mqa.
     target, to = TARGETS.get(outcome.target["to"]), outcome.target["to"]
     config = whole_config(work.opened.reader, outcome.final_config or outcome.config)
     return {
@@ -100,7 +100,7 @@ def _target(work: ConversionContext, outcome: Outcome, name: str) -> dict:
 
 
 def _flow(verification: Verification, shape: SourceShape, settings) -> dict[str, float]:
-    """Peak and footprint, where they were looked at: measured, and equal to what was predicted."""
+    """Return the measured peak and footprint, equal to the prediction; empty if verification measured none."""
     if verification.flow is None:
         return {}
     run, stored = getattr(torch, settings.dtype).itemsize, shape.dtype.itemsize

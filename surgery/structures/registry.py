@@ -1,5 +1,4 @@
-"""Registry of the names that ``--to`` takes, with the settings and structure of each. Needs no torch before it
-converts."""
+"""Registry of the targets of ``--to``, with their settings and structures. Imports torch only to convert."""
 
 from __future__ import annotations
 
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """A structure that attention can be converted to.
+    """Target of a conversion.
 
     Attributes:
-        settings_class: what can be asked of the conversion.
-        home: where its :class:`surgery.structures.base.Structure` is, module:name.
-        fixed: settings that the name of the target stands for.
-        called: what the attention becomes, in words.
-        about: for ``--to``, where the name says too little.
-        ending: of the default name of the output, but for what the settings add; the target's name if it is empty.
-        methods: where further methods of it are registered, module:name.
+        settings_class: settings of the conversion.
+        home: import path ``module:name`` of its :class:`surgery.structures.base.Structure`.
+        fixed: settings that the name of the target implies.
+        called: description of the converted attention.
+        about: explanation of the name in the help of ``--to``.
+        ending: ending of the default output name, to which settings may add; the target's name if empty.
+        methods: import path ``module:name`` of the registry of its methods, to which plugins add.
     """
 
     name: str
@@ -52,14 +51,14 @@ class Target:
     methods: str = ""
 
     def structure(self) -> type[Structure]:
-        """Loads what converts."""
+        """Import the structure class."""
         return load(self.home)
 
     def settings(self, values: Mapping[str, Any], config: Path | None = None) -> ConversionSettings:
-        """Settings from a file, if there is one, and from what was given besides; None counts as not given.
+        """Build the settings from a file, if any, and from explicit values, which take precedence unless None.
 
         Raises:
-            SurgeryError: a setting that this target does not have, or a value that it does not take.
+            SurgeryError: a setting that this target does not have, or an invalid value.
         """
         values = {name: value for name, value in values.items() if value is not None}
         for name, value in self.fixed.items():
@@ -76,14 +75,14 @@ class Target:
         return self.settings_class.from_mapping({**read, **values, **self.fixed}, where)
 
     def ending_of(self, settings: ConversionSettings) -> str:
-        """Return the ending of the output's default name."""
+        """Return the ending of the default output name."""
         return settings.ending(self.ending or self.name)
 
     def check_places(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> Path:
-        """Return the output path, and refuse what needs no torch to be refused.
+        """Check source and output without importing torch, and return the output path.
 
         Raises:
-            SurgeryError: there is no such checkpoint, or the output is there already or is the source.
+            SurgeryError: there is no such checkpoint, or the output exists already or is the source.
         """
         return settle_output(source, find_local(source), out, self.ending_of(settings), overwrite=overwrite)
 
@@ -140,31 +139,31 @@ TARGETS: Registry[Target] = Registry(
     },
     Target,
 )
-"""Targets of ``--to``, those of installed packages among them."""
+"""Targets of ``--to``, including those of installed plugins."""
 
 DEFAULT = "mla"
 """Default target."""
 
 SLICE = Target("slice", SliceSettings, "surgery.structures.slices.structure:Slice", "fewer latents", ending="sliced")
-"""The command of its own that makes a smaller checkpoint from a converted one."""
+"""Target of `surgery slice`, which makes a smaller checkpoint from a converted one; not a target of ``--to``."""
 
 
 def target_of(settings: ConversionSettings) -> Target:
-    """The target that settings are of."""
+    """Return the target of a settings object."""
     return next(target for target in (*TARGETS.working().values(), SLICE) if type(settings) is target.settings_class)
 
 
 def targets_with(setting: str) -> list[str]:
-    """Targets that have a setting."""
+    """Return the names of the targets with a setting."""
     targets = {name: each for name, each in TARGETS.working().items() if not each.fixed}
     return [name for name, each in targets.items() if setting in names_of(each.settings_class)]
 
 
 def find_target(name: str) -> Target:
-    """The target of that name.
+    """Look up a target by name.
 
     Raises:
-        SurgeryError: there is none.
+        SurgeryError: the name is unknown.
     """
     if name not in TARGETS:
         if notice := removal(f"to {name}"):
@@ -175,5 +174,5 @@ def find_target(name: str) -> Target:
 
 
 def described() -> str:
-    """All targets with what they are about, for people."""
+    """List all targets with their explanations, for the help of ``--to``."""
     return ", ".join(f"{name} ({target.about})" if target.about else name for name, target in TARGETS.working().items())

@@ -1,4 +1,4 @@
-"""Start of a conversion and of its dry run: open the source, settle the output path, make the structure."""
+"""Start of a conversion or dry run: open the source, choose the output path, create the structure."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from surgery.structures.registry import target_of
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """A conversion as it was asked for.
+    """Arguments of a conversion.
 
     Attributes:
         source: local folder or file, or hub id.
-        out: folder to write; None: next to the source, with what it became after its name.
-        settings: their class says what the result is.
+        out: output folder; None: next to the source, named after the source and the target.
+        settings: settings, whose class determines the target.
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
-        restart: begin from scratch where an interrupted conversion could go on.
-        keep_code: take over the source's code files, too.
-        command: what the user typed, for the report.
-        predicted: what a plan expected of it, for the report.
+        restart: start from scratch instead of resuming an interrupted conversion.
+        keep_code: copy the source's code files, too.
+        command: command line of the user, for the report.
+        predicted: predictions of `surgery plan`, for the report.
     """
 
     source: str | Path
@@ -44,10 +44,10 @@ class ConversionRequest:
 
 
 def open_request(request: ConversionRequest, progress: Progress) -> tuple[Structure, Path]:
-    """The structure that was asked for, over the opened source, and the folder to write.
+    """Open the source; return the structure over it and the output folder.
 
     Raises:
-        SurgeryError: whatever can be refused before any work.
+        SurgeryError: the request fails a check that needs no computation.
     """
     source, settings = request.source, request.settings
     reader = open_model(source, allow_pickle=request.allow_pickle, dtype=settings.weights_dtype)

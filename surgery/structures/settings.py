@@ -1,4 +1,4 @@
-"""Settings that several conversions have in common. Needs no torch."""
+"""Settings that several conversions share. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from surgery.common.setting import setting
 Allocation = Literal["uniform", "spectrum"]
 
 FIRST_TOKENS = 4
-"""Full-precision tokens at the start of a text where bits are chosen: attention sinks want more bits than others."""
+"""Default number of full-precision first tokens of packed rows: attention sinks need more bits than other tokens."""
 
 
 def keep_quantised() -> Any:
-    """The setting of what a quantized source can stay in part."""
+    """Create the setting ``keep_quantised``."""
     return setting(
         False,
         "Leave quantized weights outside of attention as they are stored.",
@@ -28,7 +28,7 @@ def keep_quantised() -> Any:
 
 
 def first_tokens_setting(elsewhere: str = "") -> Any:
-    """The setting of first tokens next to a cache of packed rows; ``elsewhere`` says where else they are."""
+    """Create the setting of full-precision first tokens; ``elsewhere`` names other caches that have them."""
     return setting(
         None,
         f"First tokens that stay in full precision in a quantized cache{elsewhere}.",
@@ -61,16 +61,16 @@ class RowSettings(StructureSettings):
 
     @property
     def first_tokens(self) -> int:
-        """First tokens that a cache of packed rows keeps in full precision."""
+        """Number of first tokens that a cache of packed rows keeps in full precision."""
         return FIRST_TOKENS if self.sinks is None else self.sinks
 
     def ending(self, target: str) -> str:
-        """Return the ending of the output's default name, with the bits."""
+        """Return the ending of the default output name, with "-bits" for packed rows."""
         return f"{target}-bits" if self.bits == "auto" else target
 
 
 def check_spectrum(settings: StructureSettings) -> None:
-    """Raises SurgeryError where ranks by spectrum are asked for and nothing compares layers."""
+    """Raise SurgeryError if ranks are allocated by spectrum without the loss metric that makes layers comparable."""
     if settings.allocate == "spectrum" and (settings.method != "fisher" or settings.calibration == NO_CALIBRATION):
         raise SurgeryError(
             "allocate spectrum compares layers by the loss: it needs method fisher and text", setting="allocate"
@@ -78,11 +78,11 @@ def check_spectrum(settings: StructureSettings) -> None:
 
 
 def refuse_changed(changed: Mapping[str, bool], reason: str) -> None:
-    """Raises SurgeryError where settings that others decide are not at their default.
+    """Raise SurgeryError if settings that other settings override are not at their default.
 
     Args:
-        changed: by name.
-        reason: says what decides them.
+        changed: whether each setting differs from its default, by name.
+        reason: start of the message, which names the overriding setting.
     """
     if names := [name for name, is_changed in changed.items() if is_changed]:
         raise SurgeryError(f"{reason}: leave {', '.join(names)} at the default", setting=names[0])

@@ -1,4 +1,4 @@
-"""Loss of a model of which one layer alone is converted, for every layer, in one pass over the layers."""
+"""Loss of converting a single layer, measured for every layer in one pass over the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from surgery.running.layer_stream import LayerStream, StreamedLayer
 
 TOKENS_AT_ONCE = 256
-"""Tokens whose logits are in memory at once."""
+"""Number of tokens whose logits are in memory at once."""
 
 
 @torch.no_grad()
@@ -22,15 +22,15 @@ def single_layer_divergences(
     batch_size: int,
     advance: Callable[[], None],
 ) -> dict[int, float]:
-    """KL divergence from the source, in nats per token, of models of which one layer each is converted.
+    """Measure the KL divergence from the source, in nats per token, of models with a single converted layer.
 
-    All of them are carried along, so that every layer is loaded once: memory is one set of hidden states a layer, and
-    time half of as many passes over the tokens as there are layers.
+    The hidden states of all these models advance together, so every layer is loaded once. Memory is one set of hidden
+    states per converted layer; with L layers, time is about L / 2 passes over the tokens.
 
     Args:
         tokens: [N, T].
-        layers: those that are converted.
-        attention_of: a layer's converted attention.
+        layers: layers to convert, one per model.
+        attention_of: returns a layer's converted attention.
         advance: called after each layer.
     """
     source, states = stream.embed(tokens), {}

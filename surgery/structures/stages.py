@@ -1,8 +1,8 @@
-"""Every stage of a conversion carried through the model side by side on held-out text.
+"""Stages of a conversion, run side by side through the model on held-out text.
 
-Of an MLA conversion: source → merged → rotated are exact, partial RoPE and truncated each lose something; what is
-written and loaded again must equal the last. One loss per stage says where a conversion's loss comes from. Exact stages
-have none to tell: a short text shows that their logits are the source's.
+The loss of each stage shows where the loss of a conversion comes from. In an MLA conversion, source → merged → rotated
+are exact, while partial RoPE and truncation are lossy; the reloaded checkpoint must equal the last stage. For exact
+stages, the logits of a short text are compared with the source's instead.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from surgery.families.attention import CapturedAttention
 from surgery.running.layer_stream import LayerStream, StreamedLayer
 from surgery.transforms.algebra import relative
 
-# Tokens of the first held-out sequence that exact stages are compared with the source on.
+# Tokens of the first held-out sequence on which exact stages are compared with the source.
 EXACT_TOKENS = 128
-# Sequences on which a layer's own output error is measured; it settles long before the loss does.
+# Sequences on which the output error of each layer is measured; it converges long before the loss does.
 ERROR_SEQUENCES = 2
-# Held-out texts that a stage passes on whose loss no choice hangs. What it loses on them tells its share of the loss,
-# not its digits: SmolLM2-135M with partial RoPE lost 0.60 nats on two texts and 0.50 on four.
+# Held-out sequences of stages whose loss decides nothing. They show the rough share of the loss only: partial RoPE
+# increased the loss of SmolLM2-135M by 0.60 nats on two sequences and by 0.50 on four.
 STEP_SEQUENCES = 2
 
 Form = Callable[[], nn.Module]
-"""Make a surrogate module of a layer's attention; called when it is needed, as exact forms are as wide as the whole
-cache."""
+"""Function that builds a surrogate attention module; called late, since exact forms are as wide as the whole cache."""
 
 
 class StageTracker:
@@ -38,13 +37,13 @@ class StageTracker:
     Args:
         stream: the source model.
         held_out: text and recall prompts.
-        batch_size: sequences at a time.
+        batch_size: sequences per batch.
         stages: names of the stages after the source, in order.
-        exact: those of them that must compute what the source does; they pass a short text only.
-        steps: those between which nothing is chosen; they pass a few texts only.
+        exact: stages that must equal the source; they run on a short text only.
+        steps: stages whose loss decides nothing; they run on a few sequences only.
 
     Attributes:
-        hidden: by stage, [N, T, D]; of exact stages [1, EXACT_TOKENS, D], of steps the first few rows.
+        hidden: hidden states by stage, [N, T, D]; [1, EXACT_TOKENS, D] for exact stages, the first few rows for steps.
     """
 
     def __init__(
@@ -67,16 +66,16 @@ class StageTracker:
     def advance(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, Form], lossy: Collection[str]
     ) -> dict[str, float]:
-        """Runs one layer in every stage.
+        """Run one layer in every stage.
 
         Args:
             anatomy: the source's attention.
             forms: the layer's attention in every stage but the source, on the stream's device and in its dtype.
-            lossy: the stages whose errors are measured.
+            lossy: stages whose errors are measured.
 
         Returns:
-            The layer's own relative output error in each lossy stage, ``‖converted - source‖ / ‖source‖`` on the
-            source's inputs.
+            Relative output error of the layer's attention in each lossy stage, ``‖converted - source‖ / ‖source‖`` on
+            the source's inputs.
         """
         captured = self._source_output(layer, anatomy)
         errors = {}
@@ -89,21 +88,21 @@ class StageTracker:
         return errors
 
     def skip(self, layer: StreamedLayer, attention: nn.Module | None) -> None:
-        """Runs one layer that all stages leave unchanged, with ``attention`` in the place of its own if given."""
+        """Run one layer that all stages leave unchanged, with ``attention`` in place of its attention if given."""
         for name, hidden in self.hidden.items():
             if name != "source":
                 self._stream.run_layer(layer, hidden, self._batch_size, attention)
         self._stream.run_layer(layer, self.hidden["source"], self._batch_size)
 
     def sample(self) -> Tensor:
-        """Return the source's inputs to its next layer, for the sequences on which errors are measured."""
+        """Return the inputs to the source's next layer for the sequences on which errors are measured."""
         return self.hidden["source"][:ERROR_SEQUENCES].to(self._stream.device, self._stream.dtype)
 
     def scores(self) -> dict[str, Score]:
-        """Loss and recall of every stage, once all layers have passed.
+        """Compute the loss and recall of every stage after all layers have run.
 
-        Of exact stages how far logits are off; of those that passed a few texts the source's loss and what they lost on
-        these.
+        Exact stages get the difference of their logits from the source's instead. Stages that ran on a few sequences
+        get the source's loss plus their loss increase on these sequences.
         """
         return {stage: self._score(stage, hidden) for stage, hidden in self.hidden.items()}
 
@@ -123,7 +122,7 @@ class StageTracker:
 
     @cached_property
     def _source_losses(self) -> Tensor:
-        """Losses of all tokens of text in the source, once all layers have passed."""
+        """Losses of the source on all tokens of text, after all layers have run."""
         texts = self._held_out.texts
         return self._stream.token_losses(self.hidden["source"][:texts], self._held_out.tokens[:texts])
 

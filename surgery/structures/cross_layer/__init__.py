@@ -1,1 +1,1 @@
-"""Layers that share one cache of old tokens."""
+"""Groups of layers that share one cache of old tokens."""

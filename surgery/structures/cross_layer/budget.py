@@ -1,4 +1,4 @@
-"""Sizes of the shared store of a group of layers, from the budget."""
+"""Rank of the shared latent of a group of layers, from the budget."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from surgery.structures.cross_layer.settings import CrossLayerSettings
 
 
 def shared_rank(full: int, layers: int, settings: CrossLayerSettings, beside: int = 0) -> int:
-    """Numbers that a group of ``layers`` keeps of a token, of the ``full`` that they cache.
+    """Compute the elements per token that a group of ``layers`` shares, in place of the ``full`` that they cache.
 
     Args:
-        beside: rotated keys of MLA, which stay; the ratio, a half by default, is of them too.
+        beside: elements of the rotated keys of MLA, which stay unchanged. The ratio (default 0.5 with them, 0.25
+            without) includes them.
 
     Raises:
-        SurgeryError: they are none, or all.
+        SurgeryError: the rank is less than 1 or not less than ``full``.
     """
     ratio = (0.5 if beside else 0.25) if settings.kv_ratio is None else settings.kv_ratio
     rank = settings.rank * layers if settings.rank else int(ratio * (full + beside) + 1e-9) - beside

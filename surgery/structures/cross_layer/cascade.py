@@ -1,6 +1,6 @@
-"""``surgery convert --to crosslayer --method cascade``: layers read the latents of their group's earlier layers too.
+"""``surgery convert --to crosslayer --method cascade``: layers also read the latents of earlier layers in their group.
 
-Those are in the cache already, and keys and values of neighboring layers are much alike.
+These latents are in the cache already, and keys and values of neighboring layers are similar.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from surgery.structures.low_rank.structure import LowRank
 
 
 class Cascade(LowRank):
-    """Low rank whose latents are read across layers."""
+    """Low-rank conversion with latents that later layers of a group read, too."""
 
     name = "crosslayer"
     supports_multimodal = False
@@ -29,7 +29,7 @@ class Cascade(LowRank):
         self.earlier = _earlier_layers(opened, settings, self.kept)
 
     def gather(self, work: ConversionContext) -> None:
-        """Moments and the loss gradient's, of text."""
+        """Gather moments of text and of the loss gradients."""
         if work.texts.calibration is None:
             raise SurgeryError(
                 "--to crosslayer: what layers have in common shows in text only: drop --calibration none"
@@ -38,7 +38,7 @@ class Cascade(LowRank):
 
 
 class QuantizedCascade(QuantizedRows):
-    """Rows of what the decoded latents of earlier layers do not tell."""
+    """Cascade in packed rows: quantized residuals of the prediction from earlier layers' decoded latents."""
 
     name = "crosslayer"
     supports_multimodal = False
@@ -49,18 +49,17 @@ class QuantizedCascade(QuantizedRows):
 
 
 def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
-    """Return the settings of every single layer of a cascade."""
+    """Return the low-rank settings of the layers of a cascade."""
     names = {field.name for field in fields(LowRankSettings)}
     values = {name: value for name, value in settings.to_dict().items() if name in names}
     return LowRankSettings(**{**values, "method": "fisher"})
 
 
 def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept_layers: frozenset[int]) -> tuple[int, ...]:
-    """Return how many layers of its group stand before each layer; groups span no unchanged layers or different
-    windows.
+    """Count, for each layer, the earlier layers of its group. A group has no unchanged layers and a single window.
 
     Raises:
-        SurgeryError: layers that keep a state stand between all others.
+        SurgeryError: no layers with a KV cache are adjacent, because of layers with a recurrent state between them.
     """
     earlier, windows = [], opened.windows
     for layer, window in enumerate(windows):

@@ -1,7 +1,7 @@
-"""``surgery convert --to crosslayer --method xkv`` of an MLA checkpoint of the own class: a basis over layers' latents.
+"""``surgery convert --to crosslayer --method xkv`` for MLA checkpoints of the custom model class.
 
-What a layer caches as a rotated key stays as it is; the groups' latents get one basis, found as that of keys and values
-is (:mod:`surgery.structures.cross_layer.structure`), with moments and gradients taken at ``kv_down``.
+Rotated keys stay unchanged. The latents of a group share one basis, computed as for keys and values in
+:mod:`surgery.structures.cross_layer.structure`, from moments and gradients at the output of ``kv_down``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, Simulate
 
 
 class LatentSource(OwnSource):
-    """An opened MLA checkpoint of the own class."""
+    """Opened MLA checkpoint of the custom model class."""
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
-        """Raises SurgeryError where it cannot be taken."""
+        """Open the checkpoint.
+
+        Raises:
+            SurgeryError: the method is not xkv, or a layer is not MLA or has a sliding window.
+        """
         if settings.method != "xkv":
             raise SurgeryError.at(reader.path, f"latents are shared by method xkv, not {settings.method}")
         opened = super().open(reader, settings)
@@ -60,22 +64,22 @@ class LatentSource(OwnSource):
         return opened
 
     def rank(self, layer: int) -> int:
-        """Width of a layer's latent."""
+        """Return the width of a layer's latent."""
         return entries_of(self.config)[layer].kv_lora_rank
 
     def positional(self, layer: int) -> int:
-        """Numbers that a layer caches beside its latent."""
+        """Return the number of elements that a layer caches next to its latent."""
         return entries_of(self.config)[layer].width(self.config) - self.rank(layer)
 
     def down(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Weight [r, D] and bias [r] that give the latent."""
+        """Return weight [r, D] and bias [r] of the projection to the latent."""
         prefix, rank = ATTENTION_PREFIX.format(layer=layer) + "kv_down.", self.rank(layer)
         bias = self.reader.tensor(prefix + "bias")[:rank] if prefix + "bias" in self.reader else None
         return self.reader.tensor(prefix + "weight")[:rank], bias
 
 
 class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
-    """Groups of layers share one basis of their latents."""
+    """Conversion of MLA to latents in a basis that a group of layers shares."""
 
     def __init__(self, opened: LatentSource, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -89,11 +93,11 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
-        """Opens an MLA checkpoint of the own class."""
+        """Open an MLA checkpoint of the custom model class."""
         return LatentSource.open(reader, settings)
 
     def forecast(self) -> Forecast:
-        """All of it: nothing is left to the work but numbers."""
+        """Forecast the conversion; config and shapes do not depend on the calibration."""
         opened = self.opened
         config, tensors = _planned(opened, self._groups, self._ranks, self._dtype, self.settings)
         return Forecast(
@@ -106,22 +110,22 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """The metrics of all latents."""
+        """Compute the loss metrics of all latents."""
         tokens = work.texts.calibration
         if tokens is None:
             raise SurgeryError(
                 "method xkv: what layers have in common shows in text only: drop --calibration none", setting="method"
             )
-        if work.processes.is_main:  # sweeps of its own, which are not shared
+        if work.processes.is_main:  # these sweeps are not shared between processes
             self._metrics = _metrics(self.opened, tokens, work.store, self.settings, work.progress)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Everything stays, and bases come beside it."""
+        """Return the source's tensors and the added bases."""
         self._config, tensors = _planned(self.opened, self._groups, self._ranks, self._dtype, self.settings)
         return tensors
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Finds the basis of every group and carries the stages through it."""
+        """Compute the basis of every group, run the stages through the group and write the basis."""
         opened, settings, dtype = self.opened, self.settings, self._dtype
         runs, reports = work.stage_runs((SHARED,)), []
         with work.progress.phase("convert", opened.layers) as advance:
@@ -152,7 +156,7 @@ def _planned(
     dtype: torch.dtype,
     settings: CrossLayerSettings,
 ) -> tuple[dict[str, Any], dict[str, TensorSpec]]:
-    """The config.json of the result, and all of its tensors."""
+    """Return config.json and tensor specs of the result."""
     reader = opened.reader
     tensors = {name: TensorSpec(reader.info(name).dtype, reader.info(name).shape) for name in reader.names()}
     layers = []
@@ -180,12 +184,12 @@ def _planned(
 def _metrics(
     opened: LatentSource, tokens: Tensor, store: BoundaryStore, settings: CrossLayerSettings, progress: Progress
 ) -> list[Tensor]:
-    """The Fisher information of every layer's latent, [r, r] in float64, damped; fills the store on the way."""
+    """Compute the damped Fisher information [r, r] of every layer's latent in float64; fills the store on the way."""
     stream, size = opened.stream, settings.batch_size
     with progress.phase("calibrate: forward", stream.num_layers) as advance:
         final = forward_sweep(stream, tokens, store, size, advance)
     generator = torch.Generator().manual_seed(settings.seed)
-    upstream = final  # in its place
+    upstream = final  # overwritten in place
     for rows in final.split(size):
         rows.copy_(stream.sampled_loss_gradient(rows, generator))
         give_back(final)
@@ -215,7 +219,7 @@ def _metrics(
 
 @torch.no_grad()
 def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
-    """``E[z zᵀ]`` of the stacked latents, float64 [Σ r, Σ r]."""
+    """Compute ``E[z zᵀ]`` of the stacked latents, float64 [Σ r, Σ r]."""
     stream = opened.stream
     inputs = [store.load(index) for index in range(start, stop)]
     maps = []
@@ -240,7 +244,7 @@ def _carry(
     runs: StageTracker,
     settings: CrossLayerSettings,
 ) -> GroupReport:
-    """Runs a group in both stages, and says what it loses."""
+    """Run both stages through a group and report its errors."""
     stream, hidden = opened.stream, runs.hidden
     with stream.block(start, stop) as layers:
         recent = (settings.block, settings.sinks, settings.window)
@@ -259,17 +263,17 @@ def _carry(
 
 
 class SimulatedLatents(SimulatedMember):
-    """A member whose z are the latents of a :class:`surgery.model.LatentAttention`."""
+    """Surrogate MLA whose z are the latents of a :class:`surgery.model.LatentAttention`."""
 
     def __init__(self, attention: nn.Module, block: int, sinks: int, window: int):
         super().__init__(block, sinks, window)
-        # A namespace, so that the module that it stands in for does not become a part of it.
+        # A namespace, so that the replaced module does not become a submodule.
         self._own = SimpleNamespace(attention=attention)
         self._beside: Tensor | None = None
 
     @property
     def parts(self) -> list[int]:
-        """Number of dims of the latent."""
+        """Width of the latent."""
         return [self._own.attention.kv_lora_rank]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:

@@ -1,4 +1,4 @@
-"""Report of a group and its bytes, for conversions to a cache that layers share."""
+"""Report entries of cross-layer conversions: the target and its groups of layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from surgery.structures.cross_layer.settings import CrossLayerSettings
 
 
 def cross_layer_target(settings: CrossLayerSettings, groups: Sequence[tuple[int, int]], ranks: Any) -> dict[str, Any]:
-    """Return the target of a report."""
+    """Build the report's entry of the target."""
     return {
         "to": "crosslayer",
         "method": settings.method,
@@ -28,21 +28,22 @@ def cross_layer_target(settings: CrossLayerSettings, groups: Sequence[tuple[int,
 
 
 SHARED = "shared"
-"""The stage of the report after the source."""
+"""Name of the stage after the source in the report."""
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """One group of layers in the report.
+    """Report of one group of layers.
 
     Attributes:
-        layer: the group's first and last.
-        ranks: numbers that the group keeps of a token that is no longer exact; for merged pairs direction and norms.
-        shared_rank: of those, what other groups read: none.
-        key_error, value_error: share of the keys', and of the values', energy on held-out text that is not rebuilt.
-        error: predicted share of the energy that is lost in the metric of the loss, see
-            :class:`surgery.transforms.cross_layer.SharedBasis`; None where nothing predicts it.
-        measured: relative error of what the group adds to the hidden states, on the source's inputs, by stage.
+        layer: first and last layer of the group, "first-last".
+        ranks: elements per token that the group caches for tokens outside the full-precision ones; for merged pairs
+            the direction and the norms.
+        shared_rank: elements that other groups read; 0.
+        key_error, value_error: relative squared error of rebuilt keys and values on held-out text.
+        error: predicted relative error in the metric of the loss, see
+            :class:`surgery.transforms.cross_layer.SharedBasis`; None if there is no prediction.
+        measured: relative error of the group's contribution to the hidden states, on the source's inputs, by stage.
     """
 
     layer: str
@@ -55,9 +56,9 @@ class GroupReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Heads of :meth:`cells`."""
+        """Return the column heads of :meth:`cells`."""
         return "latents", "read too", "keys, not rebuilt", "values, not rebuilt"
 
     def cells(self) -> tuple:
-        """Return the values of the row, for people."""
+        """Return the values of the group's row in the printed table."""
         return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)

@@ -1,4 +1,4 @@
-"""Settings of a conversion to caches that layers share. Needs no torch."""
+"""Settings of a conversion to caches that layers share. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Method = Literal["xkv", "cascade", "minicache"]
 
 @dataclass(frozen=True)
 class CrossLayerSettings(LowRankSettings):
-    """Settings of ``surgery convert --to crosslayer``; bits are of method cascade only."""
+    """Settings of ``surgery convert --to crosslayer``; ``bits`` is for method cascade only."""
 
     method: Method = setting(
         "xkv",

@@ -1,7 +1,7 @@
 """``surgery convert --to crosslayer``, methods xkv and minicache: layers share one cache of old tokens.
 
-Statistics serve the static basis of xkv alone. Every tensor of the source is kept: recent tokens are read as it reads
-them.
+Only the static basis of xkv needs statistics. Every tensor of the source is kept, since recent tokens are cached and
+read as in the source.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from surgery.transforms.cross_layer import (
     shared_basis,
 )
 
-# MiniCache's t, and the share of tokens that it leaves unmerged: arXiv:2405.14366, section 5.
+# MiniCache's interpolation t and share of unmerged tokens: arXiv:2405.14366, section 5.
 INTERPOLATION, RETENTION = 0.6, 0.05
 
 
 class CrossLayer(Structure[Source, CrossLayerSettings]):
-    """Groups of adjacent layers share a cache of old tokens: methods xkv and minicache."""
+    """Conversion to a cache of old tokens that a group of adjacent layers shares: methods xkv and minicache."""
 
     takes_latents = True
 
@@ -62,21 +62,21 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: CrossLayerSettings) -> type[Structure]:
-        """MLA models share latents; a cascade is low rank with latents that are read across layers."""
+        """Return the class for the method and the source: a cascade, or shared latents for custom MLA checkpoints."""
         if settings.method == "cascade":
             return QuantizedCascade if settings.bits == "auto" else Cascade
         return SharedLatents if config.get("model_type") == MODEL_TYPE else cls
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> Source:
-        """A checkpoint of a family; of MLA for method xkv."""
+        """Open a checkpoint of a supported family, including MLA families for method xkv."""
         if settings.method != "xkv" and reader.config["model_type"] in LATENT_FAMILIES:
             raise SurgeryError.at(reader.path, f"latents are shared by method xkv, not {settings.method}")
         return Source.of(reader, settings, any_family_of(reader.config))
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """One basis for a group, of keys and values or of latents, and a cascade in bits."""
+        """Return the candidates: a shared basis, and for sources without MLA a quantized cascade."""
         cascade = [] if config["model_type"] in LATENT_FAMILIES else [Candidate({"method": "cascade", "bits": "auto"})]
         return [Candidate({}), *cascade]
 
@@ -85,7 +85,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return next((range(*span) for span in self._groups if layer in range(*span)), range(layer, layer + 1))
 
     def pass_group(self, work: ConversionContext, group: range, hidden: torch.Tensor) -> torch.Tensor:
-        """Reads old tokens as the group's basis, method xkv's, makes them again."""
+        """Run hidden states through the layers of a group, with old tokens rebuilt from the basis of method xkv."""
         entry = self._entries[self._groups.index((group.start, group.stop))]
         basis = self._basis(work, group.start, group.stop, entry.rank)
         with self.opened.stream.block(group.start, group.stop) as layers:
@@ -94,7 +94,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return hidden
 
     def forecast(self) -> Forecast:
-        """All of it: nothing is left to the work but numbers."""
+        """Forecast the conversion; config and shapes do not depend on the calibration."""
         opened, config = self.opened, self._writes.config(self.opened.reader.config)
         return Forecast(
             config=config,
@@ -120,11 +120,11 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """The groups are settled already; everything stays, and bases come beside it."""
+        """Return the source's tensors and the added bases; the groups are fixed at construction."""
         return unchanged_tensors(self.opened.reader, self.opened.config) | self._writes.plan()
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Finds the basis of every group and carries the stages through it."""
+        """Compute the basis of every group, run the stages through the group and write the basis."""
         opened, settings = self.opened, self.settings
         config, pieces = self._writes.config(opened.reader.config), _pieces(self._groups, opened.layers)
         runs, reports = work.stage_runs((SHARED,)), []
@@ -147,7 +147,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         )
 
     def _written(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:
-        """New tensors of a group; MLA caches its latents with the norm's weight."""
+        """Return the new tensors of a group, for MLA scaled to cached latents, which include the norm's weight."""
         opened, layers = self.opened, range(*self._groups[group])
         if not self._latent:
             return self._writes.tensors(group, basis, [opened.anatomy(index) for index in layers])
@@ -157,7 +157,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def _convert(
         self, start: int, stop: int, entry: GroupEntry | None, work: ConversionContext, runs: StageTracker
     ) -> tuple[SharedBasis | None, GroupReport | None]:
-        """Converts one group; None for ``entry`` is a layer outside all groups."""
+        """Convert one group, or run the stages through a layer outside all groups, whose ``entry`` is None."""
         basis, rebuild = None, None
         if isinstance(entry, CrossLayerEntry):
             basis = self._basis(work, start, stop, entry.rank)
@@ -171,7 +171,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return basis, GroupReport(f"{start}-{stop - 1}", (self._numbers(entry),), 0, *errors, error, measured)
 
     def _basis(self, work: ConversionContext, start: int, stop: int, rank: int) -> SharedBasis:
-        """Return the basis of method xkv, from calibration text."""
+        """Compute the basis of method xkv from calibration text."""
         moment = joint_moment(self.opened, work.store, start, stop, self.settings.batch_size)
         beside = self.opened.first.head_dim if self._latent else 0
         metrics = [loss_metric(work.library.load(index)[0], beside) for index in range(start, stop)]
@@ -196,7 +196,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def _carry(
         self, start: int, stop: int, rebuild: Rebuild | None, runs: StageTracker
     ) -> tuple[dict[str, float], tuple[float, float]]:
-        """Runs a group in every stage: errors of its output by stage, and of keys and values."""
+        """Run every stage through a group; return the errors of its output by stage, and of keys and values."""
         stream, settings, hidden = self.opened.stream, self.settings, runs.hidden
         errors, group_errors = {}, (0.0, 0.0)
         with stream.block(start, stop) as layers:
@@ -205,7 +205,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 group = self._simulated(start, stop, rebuild, settings.block)
                 want = layers(sample)
                 difference = group.run(layers, sample) - want
-                group_errors = group.errors() * (2 if self._latent else 1)  # latents are both
+                group_errors = group.errors() * (2 if self._latent else 1)  # a latent is keys and values
                 errors[SHARED] = float(difference.norm() / (want - sample).norm())
                 _run(stream, layers, group, hidden[SHARED], settings.batch_size)
             else:
@@ -217,13 +217,14 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 def plan_groups(
     opened: Source, settings: CrossLayerSettings
 ) -> tuple[tuple[tuple[int, int], ...], tuple[GroupEntry, ...]]:
-    """The groups of a conversion, and the entries of their first layers.
+    """Return the groups of a conversion, and the config entries of their first layers.
 
-    The last group is smaller where ``group_size`` does not divide the layers. MiniCache merges pairs from the middle
-    of the model on.
+    The last group is smaller if ``group_size`` does not divide the layers. MiniCache merges pairs of layers in the
+    deeper half of the model.
 
     Raises:
-        SurgeryError: a layer forgets, the budget is impossible, or a setting means nothing to the method.
+        SurgeryError: the family's layers or positions do not allow a shared cache, a layer has a sliding window or a
+            recurrent state, the budget is impossible, or the method does not have a setting.
     """
     if not opened.family.forwards_kwargs:
         raise SurgeryError(
@@ -269,7 +270,7 @@ def plan_groups(
 
 
 def _pieces(groups: tuple[tuple[int, int], ...], layers: int) -> list[tuple[int, int]]:
-    """The groups, and each layer outside them on its own, in order."""
+    """Return the groups, and every layer outside them as a span of one, in order."""
     inside = {index for start, stop in groups for index in range(start, stop)}
     return sorted([*groups, *((index, index + 1) for index in range(layers) if index not in inside)])
 
@@ -277,6 +278,6 @@ def _pieces(groups: tuple[tuple[int, int], ...], layers: int) -> list[tuple[int,
 def _run(
     stream: LayerStream, layers: StreamedBlock, group: SimulatedGroup, hidden: torch.Tensor, batch_size: int
 ) -> None:
-    """Applies a simulated group to [N, T, D], in place."""
+    """Apply a simulated group to hidden states [N, T, D], in place."""
     for rows in hidden.split(batch_size):
         rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))

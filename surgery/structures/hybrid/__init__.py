@@ -1,1 +1,1 @@
-"""Heads that keep their whole context next to heads that keep sinks and recent tokens."""
+"""Heads with full context next to streaming heads, which cache sinks and recent tokens only."""

@@ -1,4 +1,4 @@
-"""Settings of a conversion to hybrid heads. Needs no torch."""
+"""Settings of a conversion to hybrid heads. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from surgery.structures.settings import StructureSettings
 
 @dataclass(frozen=True)
 class HybridSettings(StructureSettings):
-    """Settings of ``surgery convert --to hybrid``. Text serves to measure the loss only; nothing is calibrated."""
+    """Settings of ``surgery convert --to hybrid``. Text is used to measure the loss only; nothing is calibrated."""
 
     heads: str | None = setting(
         None,

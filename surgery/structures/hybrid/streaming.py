@@ -1,4 +1,4 @@
-"""Parts that streaming heads and streaming layers share: the plan of a pattern, and its loss simulated by masks."""
+"""Base of hybrid conversions by head and by layer: the plan of a pattern, and its simulation by attention masks."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.stages import ERROR_SEQUENCES
 
 STREAMING = "streaming"
-"""The stage of the report after the source."""
+"""Name of the stage after the source in the report."""
 
 SINKS, RECENT = 64, 256
-"""Sizes of a plan without a pattern: those that DuoAttention deploys."""
+"""Default tokens of streaming heads without a pattern: the sizes that DuoAttention deploys."""
 
 
 @dataclass(frozen=True)
 class HybridLayerReport:
-    """One layer of the report.
+    """Report of one layer.
 
     Attributes:
-        full_heads, streaming_heads, compensated_heads: KV heads of the source, by their places in it.
-        scores: of its KV heads in the pattern; None without one.
-        measured: relative error of what the layer adds to the hidden states, on the source's inputs, by stage.
+        full_heads, streaming_heads, compensated_heads: indices of the source's KV heads.
+        scores: scores of the KV heads in the pattern; None without a pattern.
+        measured: relative error of the layer's contribution to the hidden states, on the source's inputs, by stage.
     """
 
     layer: int
@@ -53,17 +53,17 @@ class HybridLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Heads of :meth:`cells`."""
+        """Return the column heads of :meth:`cells`."""
         return "full heads", "streaming heads", "compensated"
 
     def cells(self) -> tuple:
-        """Return the values of the row, for people."""
+        """Return the values of the layer's row in the printed table."""
         kinds = (self.full_heads, self.streaming_heads, self.compensated_heads)
         return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
 
 
 class Streaming(Structure[Source | OwnSource, HybridSettings]):
-    """Some heads keep their whole context, the others sinks and recent tokens."""
+    """Abstract base class of conversions to heads with full context next to streaming heads."""
 
     def __init__(self, opened: Source | OwnSource, settings: HybridSettings, progress: Progress):
         super().__init__(opened, settings, progress)
@@ -81,24 +81,24 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
         self._pattern = None if settings.heads is None else read_pattern(settings.heads)
         self._context = settings.context or opened.config.max_position_embeddings
         if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):
-            # A source's pattern serves what was made of it, and a fine-tuned model that of its base.
+            # Allowed: a source's pattern fits its conversions, and a base model's pattern its fine-tuned models.
             progress.note(f"{settings.heads}: was made on other weights, those of {self._pattern.model.get('name')}")
         self._plan = plan_heads(model, self._pattern, settings, self._context, opened.weight_dtype.itemsize)
         self._entries = model.entries(self._plan)
 
     def _made_of(self, model: StreamableModel) -> StreamableModel:
-        """Return the model that streams these layers or heads."""
+        """Return the model with the units that may stream; by default its heads."""
         return model
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
-        """A checkpoint of a family, or of the custom model class with fewer KV heads, low-rank latents or MLA."""
+        """Open a checkpoint of a supported family, of the custom model class or of stock ``deepseek_v3``."""
         if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
             return OwnSource.open(reader, settings)
         return Source.of(reader, settings)
 
     def closed_form(self, work: ConversionContext, layer: int) -> StreamingAttention:
-        """The source's attention after the plan's masks."""
+        """Return the source's attention under the plan's masks."""
         stream, plan = self.opened.stream, self._plan
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
         return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])
@@ -107,10 +107,11 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
 def plan_heads(
     model: StreamableModel, pattern: HeadPattern | None, settings: HybridSettings, context: int, itemsize: int
 ) -> HeadPlan:
-    """The plan that settings ask for.
+    """Compute the plan of full and streaming heads from the settings.
 
     Raises:
-        SurgeryError: the pattern is another model's, or the budget is impossible.
+        SurgeryError: the pattern is for a model of a different shape or names no tokens, compensated heads would share
+            a latent, or no head streams under the budget.
     """
     shape = model.layers, model.kv_heads
     sinks, recent = settings.sinks, settings.recent
@@ -162,7 +163,7 @@ def plan_heads(
 def measure_plan(
     opened: Source | OwnSource, plan: HeadPlan, texts: Texts, settings: HybridSettings, progress: Progress
 ) -> tuple[Tensor, dict[str, Score], list[float]]:
-    """Carries the source and the plan, as masks on the source's own attention, through the held-out text.
+    """Run the source, with and without the plan's attention masks, over the held-out text.
 
     Returns:
         Final hidden states [N, T, D] under the plan; loss and recall by stage; the error of each layer.
@@ -186,7 +187,7 @@ def measure_plan(
 
 
 def _masked(plan: HeadPlan, layer: int) -> Callable[[AttentionCall], Tensor]:
-    """Attention of a layer under the plan; where all heads read one latent, the layer streams as a whole or not."""
+    """Return a layer's attention under the plan; if all heads share a latent, the whole layer streams or none of it."""
     streams, compensated = plan.streams[layer], plan.compensated[layer]
 
     def attention(call: AttentionCall) -> Tensor:

@@ -1,8 +1,8 @@
-"""``surgery convert --to hybrid``: some heads keep their whole context, the others sinks and recent tokens.
+"""``surgery convert --to hybrid``: heads with full context next to streaming heads of sinks and recent tokens.
 
-No calibration: heads are moved so that full ones come first, and the model class keeps the rest of a window only.
-What the streaming heads lose is measured by carrying the source, and the source with their attention masked, through
-held-out text side by side; the written files are loaded again, run through their caches and compared with the latter.
+Needs no calibration. Heads are reordered so that full heads come first, and the model class caches only sinks and a
+window for the others. The loss is measured on held-out text: the source runs side by side with and without attention
+masks for the streaming heads. The written files are reloaded, run with their caches and compared with the masked run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from surgery.verification.flow import predicted_flow
 
 
 class Hybrid(Streaming):
-    """Some heads keep their whole context, the others sinks and recent tokens."""
+    """Conversion to heads with full context next to streaming heads."""
 
     supports_multimodal = True
     options = (
@@ -42,22 +42,21 @@ class Hybrid(Streaming):
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: HybridSettings) -> type[Structure]:
-        """Whole layers stream in a stock class."""
+        """Return the class for the granularity; whole layers stream in a stock class."""
         if settings.granularity == "layer":
             return WholeLayers
         return cls
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return as many full heads as the budget holds, of the plan's pattern, and whole layers where a
-        stock class has both kinds."""
+        """Return the candidates: streaming heads, and whole layers if a stock class mixes windowed and full layers."""
         if config["model_type"] == MODEL_TYPE:
             return []
         layers = [Candidate({"granularity": "layer"})] if config["model_type"] in CARRIERS else []
         return [Candidate({}), *layers]
 
     def forecast(self) -> Forecast:
-        """All of it, at the context that was asked for: nothing is left to the work but measuring."""
+        """Forecast the conversion at the context of the settings; the result does not depend on the text."""
         opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
         kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
         return Forecast(
@@ -70,11 +69,11 @@ class Hybrid(Streaming):
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Every tensor stays; a layer's heads change places."""
+        """Return the source's tensor specs; only the order of the heads changes."""
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Measures the plan as masks on the source's attention, and writes heads in their new order."""
+        """Measure the plan as masks on the source's attention, and write the heads in their new order."""
         opened, plan, pattern = self.opened, self._plan, self._pattern
         reader, dtype = opened.reader, opened.weight_dtype
         hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
@@ -101,7 +100,7 @@ class Hybrid(Streaming):
         )
 
     def _moved(self, layer: int) -> dict[str, Tensor]:
-        """Tensors of a layer whose heads change places."""
+        """Return a layer's tensors with reordered heads; empty for layers without streaming heads or with latents."""
         if not isinstance(self._entries[layer], HybridEntry):
             return {}
         return moved_tensors(self.opened.reader, layer, self._plan.order(layer))
@@ -110,7 +109,6 @@ class Hybrid(Streaming):
 def _facts(
     plan: HeadPlan, pattern: HeadPattern | None, kv_ratio: float, context: int, settings: HybridSettings
 ) -> dict:
-    """Return the plan's entries of the report."""
     return {
         "sinks": plan.sinks,
         "recent": plan.recent,

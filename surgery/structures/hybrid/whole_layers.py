@@ -1,7 +1,7 @@
-"""``surgery convert --to hybrid --granularity layer``: layers with a sliding window next to others, in stock.
+"""``surgery convert --to hybrid --granularity layer``: layers with and without a sliding window, in a stock class.
 
-No tensor changes. Engines that know sliding windows by layer need no code of ours; they keep no sinks, which costs more
-than streaming heads do at the same window.
+Tensors stay unchanged. Engines that support sliding windows by layer need none of our code, but keep no sinks. The loss
+increases more than with streaming heads of the same window.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from surgery.structures.hybrid.streaming import Streaming, layer_report, measure
 
 
 class WholeLayers(Streaming):
-    """A layer keeps its whole context, or a window of it."""
+    """Conversion to layers with a sliding window next to layers with full context."""
 
     def _made_of(self, model: StreamableModel) -> StreamableModel:
         heads = tuple(range(model.kv_heads))
@@ -39,7 +39,7 @@ class WholeLayers(Streaming):
         return sliding_config(self.opened.reader.config, self._streams, self._plan.recent)
 
     def forecast(self) -> Forecast:
-        """All of it, at the context that was asked for: nothing is left to the work but measuring."""
+        """Forecast the conversion at the context of the settings; the result does not depend on the text."""
         opened, config = self.opened, self._config
         kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
         return Forecast(
@@ -52,11 +52,11 @@ class WholeLayers(Streaming):
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Every tensor stays."""
+        """Return the source's tensor specs."""
         return unchanged_tensors(self.opened.reader, self.opened.config)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Measures the plan as masks on the source's attention; nothing new is written."""
+        """Measure the plan as masks on the source's attention; write no new tensors."""
         opened, plan, pattern, config = self.opened, self._plan, self._pattern, self._config
         hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
         sizes = (config, opened.reader.config)

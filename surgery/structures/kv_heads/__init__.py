@@ -1,1 +1,1 @@
-"""Fewer KV heads."""
+"""Merging of KV heads."""

@@ -1,4 +1,4 @@
-"""Settings of a conversion to fewer KV heads. Needs no torch."""
+"""Settings of a conversion to fewer KV heads. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Method = Literal["fisher", "kv-heads", "procrustes", "mean-pool", "key-norm"]
 
 @dataclass(frozen=True)
 class KVHeadsSettings(StructureSettings):
-    """Settings of ``surgery convert --to gqa``, and to mqa, which keeps one head."""
+    """Settings of ``surgery convert --to gqa`` and ``--to mqa``, which keeps one head."""
 
     method: Method = setting(
         "fisher",
@@ -67,5 +67,5 @@ class KVHeadsSettings(StructureSettings):
             )
 
     def ending(self, target: str) -> str:
-        """One head is multi-query attention, however it is asked for."""
+        """Return the ending of the default output name: "mqa" for one head, whichever target is named."""
         return super().ending("mqa" if self.kv_heads == 1 else target)

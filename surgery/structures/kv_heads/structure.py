@@ -1,8 +1,8 @@
-"""``surgery convert --to gqa`` and ``--to mqa``: fewer KV heads, in a plain checkpoint of the source's own family.
+"""``surgery convert --to gqa`` and ``--to mqa``: fewer KV heads, in a plain checkpoint of the source's family.
 
-Where layers keep different numbers of heads, another class carries the same tensors.
+If layers keep different numbers of heads, another class holds the same tensors.
 
-Statistics come from two sweeps over calibration text; one pass then merges the heads of every layer.
+Two sweeps over calibration text gather statistics; then one pass merges the heads of every layer.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ MERGED = "merged"
 
 DEFAULT_RATIO = 0.5
 RATIO_TOLERANCE = 0.02
-"""Largest relative distance of a ratio from a number of heads: 0.33 means two of six."""
+"""Relative tolerance when a ratio is matched to a number of heads, so that 0.33 selects two of six."""
 
 
 @dataclass(frozen=True)
 class HeadsLayerReport:
-    """One layer of the report.
+    """Report of one layer.
 
     Attributes:
-        groups: the source's KV heads that each KV head stands for.
-        key_error, value_error: predicted; see :class:`surgery.transforms.kv_heads.MergedLayer`. Method
-            key-norm has none, its query heads read other keys.
-        measured: relative error of the layer's own output on the source's inputs, at the merged stage.
-        queries: of method key-norm, the query heads of each KV head.
+        groups: the source's KV heads that each KV head replaces.
+        key_error, value_error: predicted errors, see :class:`surgery.transforms.kv_heads.MergedLayer`; None for method
+            key-norm, which reassigns query heads.
+        measured: relative output error of the layer's attention on the source's inputs, at the merged stage.
+        queries: number of query heads of each KV head, for method key-norm.
     """
 
     layer: int
@@ -70,20 +70,23 @@ class HeadsLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Heads of :meth:`cells`."""
+        """Return the column heads of :meth:`cells`."""
         return "merged KV heads", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the row, for people."""
+        """Return the values of the layer's row in the printed table."""
         groups = "  ".join("+".join(map(str, group)) for group in self.groups)
         return groups, short(self.key_error), short(self.value_error)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The heads of the result: KV heads by layer, and query heads, the same number in every layer.
+    """Heads of the result.
 
-    ``queries``: by layer, the query heads that each KV head is dealt; None where all get equally many.
+    Attributes:
+        kv_heads: number of KV heads, by layer.
+        heads: number of query heads, equal in all layers.
+        queries: number of query heads of each KV head, by layer; None if all have equally many.
     """
 
     kv_heads: list[int]
@@ -92,7 +95,7 @@ class _Plan:
 
 
 class KVHeads(Structure[Source, KVHeadsSettings]):
-    """Heads are merged; the checkpoint stays in the source's family if all layers are alike."""
+    """Conversion to fewer KV heads; the result stays in the source's family if all layers have equally many."""
 
     keeps_class = True
 
@@ -123,17 +126,17 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Every number of heads that divides the source's."""
+        """Return one candidate for every smaller number of heads that divides the source's."""
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         return [Candidate({"kv_heads": count}, scales=False) for count in _choices(heads)[:-1]]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
-        """Half of the KV heads."""
+        """Return the config with half of the KV heads."""
         return {"": half_the_heads}
 
     def forecast(self) -> Forecast:
-        """Forecast the conversion as if layers that may differ kept alike, but for one."""
+        """Forecast the conversion with equal layers; with allocate spectrum one layer has an additional head."""
         opened, settings, first = self.opened, self.settings, self.opened.first
         kv_heads = [self._budget // opened.layers] * opened.layers
         if settings.allocate == "spectrum":
@@ -155,11 +158,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Predicted errors are in the metric of the loss, whatever metric the method works in."""
+        """Gather statistics with gradients: predicted errors use the metric of the loss for every method."""
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Spends the budget over the layers, and chooses the class that carries it."""
+        """Allocate KV heads to the layers and choose the target class."""
         opened, settings, first = self.opened, self.settings, self.opened.first
         self._plan = _plan_heads(opened, self._budget, work.library, settings, work.progress)
         config = opened.reader.config
@@ -172,13 +175,13 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return _planned_tensors(opened, self._plan, first.head_dim)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """The merged heads."""
+        """Return a surrogate module with the layer's merged heads."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         return CapturedAttention(merged.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """The merged heads of every layer."""
+        """Merge the heads of every layer and write their tensors."""
         carrier, kv_heads = self._carrier, self._plan.kv_heads
         runs = work.stage_runs((MERGED,), steps=(MERGED,))
         reports = work.pass_layers(lambda index: self._merge(index, work, runs), runs, HeadsLayerReport)
@@ -201,7 +204,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         )
 
     def _merge(self, index: int, work: ConversionContext, runs: StageTracker) -> HeadsLayerReport:
-        """Merges and measures one layer."""
         stream, plan, settings = self.opened.stream, self._plan, self.settings
         source = self.opened.anatomy(index)
         anatomy, statistics = source.to(torch.float64), work.library.load(index)[0]
@@ -220,7 +222,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
 
 def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
-    """Raises SurgeryError where a result would be of another class than the source's, which holds its vision too."""
+    """Raise SurgeryError if the result would not keep the source's class, which includes the vision tower."""
     spoken = {
         "--allocate spectrum": settings.allocate == "spectrum",
         f"--carrier {settings.carrier}": settings.carrier != "auto",
@@ -236,15 +238,15 @@ def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
 
 
 def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
-    """DeciLM for layers that differ where an engine is asked for."""
+    """Return the target class: DeciLM if the settings name an engine and layers differ, else the setting."""
     return "decilm" if settings.engine is not None and len(set(kv_heads)) > 1 else settings.carrier
 
 
 def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
-    """KV heads to keep in all layers together: as many as were asked for, or the ratio's; at most half by default.
+    """Compute the number of KV heads of all layers together, from ``kv_heads`` or the ratio; by default at most half.
 
     Raises:
-        SurgeryError: the layers cannot be merged at all, or not to that number.
+        SurgeryError: the source has one KV head, or cannot be merged to this number.
     """
     heads = anatomy.kv_heads
     if heads == 1:
@@ -280,14 +282,14 @@ def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: i
 
 
 def _choices(heads: int) -> list[int]:
-    """Numbers that a layer's KV heads can become, in groups of one size; their own last."""
+    """List the divisors of the number of KV heads, ascending; the last is the number itself."""
     return [count for count in range(1, heads + 1) if heads % count == 0]
 
 
 def _plan_heads(
     opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
 ) -> _Plan:
-    """Spends the budget of KV heads over the layers, or deals query heads to them."""
+    """Allocate KV heads to the layers, and for method key-norm query heads to KV heads."""
     first = opened.first
     if settings.allocate == "spectrum":
         return _Plan(_allocate(opened, budget, library, settings, progress), first.heads)
@@ -307,7 +309,6 @@ def _plan_heads(
 def _allocate(
     opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
 ) -> list[int]:
-    """KV heads of every layer, by predicted error."""
     errors = []
     with progress.phase("allocate", opened.layers) as advance:
         for index in range(opened.layers):
@@ -328,11 +329,11 @@ def _merge(
 
 
 def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, TensorSpec]:
-    """Every tensor of the output, in the source's order."""
+    """Return the specs of all output tensors, in the source's order."""
     reader = opened.reader
     attention: dict[str, TensorSpec] = {}
     for layer in range(opened.layers):
-        # Frequencies that some old checkpoints store are the config's own.
+        # Old checkpoints may store rotary frequencies, which follow from the config.
         names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
         attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads[layer], head_dim)
     tensors = unchanged_tensors(reader, opened.config)

@@ -1,1 +1,1 @@
-"""Latents in place of keys and values; also across layers, as a cascade."""
+"""Low-rank latents in place of keys and values, per layer or as a cascade over a group of layers."""

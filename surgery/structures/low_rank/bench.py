@@ -1,4 +1,4 @@
-"""The config of a model of random weights, as a conversion would write it."""
+"""Config of a converted model, for benchmarks with random weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surgery.model.low_rank_entry import Block, LowRankEntry
 
 
 def one_latent(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-    """One latent of as many numbers in all, from which keys and values of every KV head are rebuilt."""
+    """Return a config with one latent of ``rank + rope_dim`` elements for keys and values of all KV heads."""
     heads = tuple(range(head_shape(config)[1]))
     entry = LowRankEntry(blocks=(Block(rank + rope_dim, heads, heads),))
     return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])

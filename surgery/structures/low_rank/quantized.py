@@ -1,8 +1,8 @@
-"""``--to lowrank --bits auto``, and ``--to crosslayer --method cascade --bits auto``: rows of quantized latents.
+"""``--to lowrank --bits auto``, and ``--to crosslayer --method cascade --bits auto``: packed rows of quantized latents.
 
-One budget of bytes is spent over the latents of all layers; see :mod:`surgery.transforms.quantized_low_rank`. In a
-cascade a layer's latents hold what the decoded ones of its group's earlier layers do not tell, so what there is to
-spend bytes on follows from how those were spent: it is weighed with the same bytes in every layer.
+One byte budget is allocated over the latents of all layers; see :mod:`surgery.transforms.quantized_low_rank`. In a
+cascade, a layer's latents encode the residual of the prediction from decoded latents of earlier layers in the group.
+Their energies therefore depend on the bytes of the earlier layers; they are computed with equal bytes in every layer.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from surgery.transforms.row_quantizer import reader
 
 @dataclass
 class _Group:
-    """Latents and attentions of the earlier layers of a group, in one pass over the layers.
+    """State of the earlier layers of a group, during one pass over the layers.
 
     Attributes:
-        latents: decoded, of calibration text [N, T, r] each.
-        attentions: their simulated attentions.
+        latents: decoded latents of the calibration text, [N, T, r] per layer.
+        attentions: surrogate attention modules.
     """
 
     latents: list[Tensor] = field(default_factory=list)
@@ -44,10 +44,10 @@ class _Group:
 
 
 class QuantizedRows(PackedRows[LowRankSettings]):
-    """Keys and values are rebuilt from a quantized row a token, a layer's own.
+    """Conversion to keys and values that are rebuilt from one packed row per token and layer.
 
     Attributes:
-        name: of the target, in the report.
+        name: name of the target in the report.
     """
 
     name = "lowrank"
@@ -59,28 +59,28 @@ class QuantizedRows(PackedRows[LowRankSettings]):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Heads that have latents together, the same in every layer: all of them; ranks follow from the runs."""
+        """Blocks of heads that share latents, the same in every layer; ranks follow from the runs."""
         heads = tuple(range(self.opened.first.kv_heads))
         return (Block(0, heads, heads),)
 
     @property
     def method(self) -> str:
-        """Return the method of the report."""
+        """Name of the method in the report."""
         return self.settings.method
 
     @property
     def least_granules(self) -> int:
-        """Granules of a row: every block has one."""
+        """Minimum number of granules of a row: one per block."""
         return len(self.blocks)
 
     def likely(self, granules: int) -> Rows:
-        """Return a row of 4 bits a value, as many of every block."""
+        """Return a row of 4 bits per value, split evenly over the blocks."""
         each, rest = divmod(granules, len(self.blocks))
         sizes = [self.granule * (each + (place < rest)) for place in range(len(self.blocks))]
         return tuple((("4+4", size),) for size in sizes)
 
     def writer(self, plans: Plans) -> OwnQuantizedLowRank:
-        """Return what writes layers of these rows."""
+        """Create the writer of layers with these rows."""
         first, layers = self.opened.first, range(self.opened.layers)
         rows = [plans.get(layer, ()) for layer in layers]
         blocks = tuple(
@@ -93,12 +93,12 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return OwnQuantizedLowRank(first, blocks, self.earlier, runs=runs, first_tokens=self.first_tokens)
 
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> RowSpectrum:
-        """Energies of a layer's latents; in a group, after earlier layers of such rows."""
+        """Compute the energies of a layer's latents; in a group, given the rows of the earlier layers."""
         with self.opened.stream.layer(layer) as streamed:
             return self.converted(work, layer, streamed, rows).spectrum
 
     def converted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> QuantizedLowRank:
-        """Convert a layer; the layers of a group in their order."""
+        """Convert a layer; must be called in order for the layers of a group."""
         start, stop = group_of(index, self.earlier)
         if index == start:
             self._group = _Group()
@@ -118,18 +118,18 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return result
 
     def simulated(self, result: QuantizedLowRank) -> SimulatedLowRank:
-        """Return a converted layer's simulated attention, which reads those of its group before it."""
+        """Return a surrogate module of a converted layer, which reads the group's earlier surrogate modules."""
         stream, read = self.opened.stream, reader(result.quantizer, self.first_tokens)
         layer, attentions = result.layer.to(stream.device, stream.dtype), self._group.attentions
         attentions.append(SimulatedLowRank(layer, tuple(attentions), read=read, remembers=any(self.earlier)))
         return attentions[-1]
 
     def group(self, layer: int) -> range:
-        """Return the layers whose latents this one reads or that read its own."""
+        """Return the layers that share latents with this layer."""
         return range(*group_of(layer, self.earlier))
 
     def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
-        """Carries [N, T, D] through layers that read each other's latents, as they become."""
+        """Run hidden states [N, T, D] through the converted layers of a group, which read each other's latents."""
         stream = self.opened.stream
         for index in group:
             attention = self.closed_form(work, index)
@@ -138,7 +138,7 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return hidden
 
     def is_settled(self, layer: int) -> bool:
-        """Return whether no later layer reads this one's latents."""
+        """Return whether no later layer reads this layer's latents."""
         return group_of(layer, self.earlier)[1] == layer + 1
 
     def tensors(self, writer: OwnQuantizedLowRank, index: int, result: QuantizedLowRank) -> dict[str, Tensor]:
@@ -146,10 +146,10 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return writer.quantized_tensors(index, result.layer, result.quantizer)
 
     def widths(self, result: QuantizedLowRank) -> dict[str, int]:
-        """Return the widths of a converted layer."""
+        """Return the ranks for the report of a converted layer."""
         return {"rank": result.layer.rank, "shared_rank": result.layer.shared}
 
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
-        """Return what the report says of low rank."""
+        """Return the report's entries of the low-rank target."""
         ranks, shared = [layer.rank for layer in layers], list(self.earlier)
         return {"to": self.name, "method": self.method, "ranks": ranks, "shared_layers": shared}

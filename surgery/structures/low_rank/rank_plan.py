@@ -1,4 +1,4 @@
-"""Budget of a low-rank conversion: the blocks of latents of every layer, before any is converted."""
+"""Rank allocation of a low-rank conversion: the blocks of latents of every layer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Blocks = tuple[Block, ...]
 
 
 def wanted_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
-    """Numbers per token and layer on average: as many as were asked for, or what the ratio allows.
+    """Compute the average number of latents per token and layer, from ``rank`` or the ratio.
 
     Raises:
-        SurgeryError: that many, or that few, are impossible.
+        SurgeryError: the number is out of range.
     """
     full, ratio = anatomy.kv_width, 0.25 if settings.kv_ratio is None else settings.kv_ratio
     rank = settings.rank or int(ratio * full + 1e-9)
@@ -46,10 +46,10 @@ def plan_ranks(
     settings: LowRankSettings,
     kept_layers: frozenset[int],
 ) -> tuple[Blocks, ...]:
-    """The blocks of every layer of a conversion by one of the methods of ``--to lowrank``; none for layers kept.
+    """Plan the blocks of every layer of a conversion to low rank; empty for unchanged layers.
 
     Raises:
-        SurgeryError: the budget is impossible, or the allocation does not go with the method.
+        SurgeryError: the budget is impossible, or the method does not support the allocation.
     """
     first = opened.first
     rank, method = wanted_rank(settings, first), settings.method
@@ -73,7 +73,7 @@ def plan_ranks(
 
 
 def _of_all_layers(blocks: Sequence[tuple], layers: list[int], count: int) -> tuple:
-    """Place the results of some layers at their positions among all; empty for the others."""
+    """Expand the blocks of the converted layers to all layers; empty for unchanged layers."""
     every: list[tuple] = [()] * count
     for layer, each in zip(layers, blocks, strict=True):
         every[layer] = each
@@ -81,7 +81,7 @@ def _of_all_layers(blocks: Sequence[tuple], layers: list[int], count: int) -> tu
 
 
 def _with_ranks(blocks: tuple[Blocks, ...], ranks: Sequence[int]) -> tuple[Blocks, ...]:
-    """The blocks of all layers at other ranks, one for every block of every layer."""
+    """Replace the rank of every block of every layer."""
     remaining = iter(ranks)
     return tuple(tuple(replace(block, rank=next(remaining)) for block in layer) for layer in blocks)
 
@@ -89,7 +89,7 @@ def _with_ranks(blocks: tuple[Blocks, ...], ranks: Sequence[int]) -> tuple[Block
 def _spectra(
     opened: Source, library: StatisticsLibrary, blocks: tuple[Blocks, ...], settings: LowRankSettings
 ) -> list[Tensor]:
-    """Energies of all possible latents of every block of every layer."""
+    """Compute the energies of all possible latents, for every block of every layer."""
     spectra: list[Tensor] = []
     for layer, of_layer in enumerate(blocks):
         if of_layer:

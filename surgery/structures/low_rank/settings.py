@@ -1,4 +1,4 @@
-"""Settings of a conversion to low rank. Needs no torch."""
+"""Settings of a conversion to low rank. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """``surgery convert --to lowrank`` and ``--to crosslayer --method cascade``: latents in place of keys and values.
 
-Statistics come from two sweeps over calibration text and ranks from one budget; one pass then converts every layer
-and carries all stages through it.
+Two sweeps over calibration text gather statistics, and one budget is allocated as ranks. Then one pass converts every
+layer and runs all stages through it.
 
-In a cascade the layers of a group read the latents of the group's earlier layers beside their own: those are in the
-cache already, and keys and values of neighboring layers are much alike.
+In a cascade, the layers of a group also read the latents of earlier layers in the group. These latents are in the cache
+already, and keys and values of neighboring layers are similar.
 """
 
 from __future__ import annotations
@@ -51,20 +51,19 @@ from surgery.transforms.low_rank_methods import blocks_for
 
 BITS_CHOSEN = {"bits": "auto"}
 LOW_RANK, EXACT_WINDOW = "low rank", "exact window"
-"""Stages of the report after the source: all tokens as latents, and beside an exact window."""
+"""Stages of the report after the source: all tokens as latents, then latents next to a residual window."""
 
 
 @dataclass(frozen=True)
 class LowRankLayerReport:
-    """One layer of the report.
+    """Report of one layer.
 
     Attributes:
-        ranks: of its blocks of latents; none where the layer stays as it is.
-        shared_rank: latents of earlier layers that it reads.
-        key_error, value_error, error: predicted; see
-            :class:`surgery.transforms.low_rank.LowRankConversion`.
-        energies: of its latents in the metric of the loss, best first, block after block: what slicing goes by.
-        measured: relative error of the layer's own output on the source's inputs, at each stage.
+        ranks: rank of each block of latents; empty for an unchanged layer.
+        shared_rank: number of latents of earlier layers that the layer reads.
+        key_error, value_error, error: predicted errors, see :class:`surgery.transforms.low_rank.LowRankConversion`.
+        energies: energies of the latents in the method's metric, descending, block after block; used by slicing.
+        measured: relative output error of the layer's attention on the source's inputs, by stage.
     """
 
     layer: int
@@ -78,11 +77,11 @@ class LowRankLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Heads of :meth:`cells`."""
+        """Return the column heads of :meth:`cells`."""
         return "latents", "read too", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the row, for people."""
+        """Return the values of the layer's row in the printed table."""
         return (
             " + ".join(map(str, self.ranks)) or "kept",
             self.shared_rank,
@@ -93,17 +92,17 @@ class LowRankLayerReport:
 
 @dataclass
 class _Group:
-    """Latents that the earlier layers of a group pass on to the next."""
+    """State of the earlier layers of a group that the next layer reads."""
 
     stages: dict[str, list[SimulatedLowRank]] = field(default_factory=dict)
-    latents: list[Tensor] = field(default_factory=list)  # [N, T, r] each, of the source's inputs
+    latents: list[Tensor] = field(default_factory=list)  # latents of the source's inputs, [N, T, r] per layer
 
 
 class LowRank(Structure[Source, LowRankSettings]):
-    """Keys and values are read from latents, a layer's own.
+    """Conversion to low-rank latents, from which keys and values are rebuilt.
 
     Attributes:
-        name: of the target, in the report.
+        name: name of the target in the report.
     """
 
     name = "lowrank"
@@ -129,23 +128,23 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: LowRankSettings) -> type[Structure]:
-        """Return the class of packed rows where bits are chosen."""
+        """Return the class for the settings: packed rows with bits auto."""
         return QuantizedRows if settings.bits == "auto" else cls
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Alone, and with bits chosen for every latent."""
+        """Return the candidates: full-precision latents, and packed rows."""
         if cls is not LowRank:
             return []
         return [Candidate({}), Candidate(BITS_CHOSEN)]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
-        """One latent for all KV heads of a layer."""
+        """Return the config with one latent for all KV heads of a layer."""
         return {"": one_latent} if cls is LowRank else {}
 
     def forecast(self) -> Forecast:
-        """Forecast the conversion as if all layers had one rank."""
+        """Forecast the conversion; before :meth:`plan` with equal ranks in all layers."""
         opened, settings, first = self.opened, self.asked, self.opened.first
         rank = wanted_rank(settings, first)
         writes = self._writes
@@ -169,7 +168,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Moments and the loss gradient's."""
+        """Gather moments and moments of the loss gradients."""
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -184,7 +183,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         return OwnLowRank(self.opened.first, blocks, self.earlier, settings.sinks, settings.window)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Latents in the metric of the loss; without an exact window, and of a layer's own."""
+        """Return a surrogate module of a layer's latents, without residual window and shared latents."""
         if layer in self.kept:
             return source_attention(self.opened, layer)
         anatomy, statistics = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)[0]
@@ -193,7 +192,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         return SimulatedLowRank(converted, remembers=False)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """All tokens as latents, and beside an exact window if there is one."""
+        """Convert all layers, simulate them without and with the residual window, and write their tensors."""
         opened, writes = self.opened, self._writes
         stages = (LOW_RANK, *((EXACT_WINDOW,) if self.asked.window else ()))
         runs = work.stage_runs(stages, steps=stages)
@@ -223,7 +222,6 @@ class LowRank(Structure[Source, LowRankSettings]):
         )
 
     def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LowRankLayerReport:
-        """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
             return LowRankLayerReport(index)
@@ -246,7 +244,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             if index + 1 < stop:
                 self._group.latents.append(form.latents(inputs))
         energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
-        # What a method keeps in any case (ThinK's values) counts as its best: JSON knows no infinity.
+        # JSON has no infinity: elements that are always kept (ThinK's values) get the largest finite energy.
         energies = energies.clamp_max(energies[energies.isfinite()].max())
         work.converted.save(index, self._writes.tensors(index, converted.layer.to("cpu", torch.float64)))
         return LowRankLayerReport(
@@ -263,7 +261,7 @@ class LowRank(Structure[Source, LowRankSettings]):
     def _measure(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, form: LowRankLayer, runs: StageTracker
     ) -> dict[str, float]:
-        """Carries all stages through the layer; the relative error of each."""
+        """Run all stages through the layer; return the relative error of each."""
         makers = {}
         for name in runs.hidden:
             if name == "source":

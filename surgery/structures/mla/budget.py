@@ -1,4 +1,4 @@
-"""Splits of a KV budget between rotary dimensions and latent that are worth trying."""
+"""Candidate splits of a KV budget between rotary dimensions and latent."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from surgery.families.rope import default_theta
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.mla import METHODS, Split
 
-# Shares of the budget that go to rotary dimensions when the split is chosen by trying: small budgets want less than a
-# third, half of the cache two fifths and more. Real models want less rotation than the demo model.
+# Candidate shares of rotary dimensions in the budget. The best share is less than a third for small budgets, two fifths
+# or more at half of the cache, and smaller for real models than for the demo model.
 ROPE_SHARES = (0.125, 0.2, 0.3, 0.375, 0.45)
 
 
 def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reserved: int) -> list[Split]:
-    """The splits that fit the settings; one if they leave no choice.
+    """List the splits that the settings allow; a single one if they leave no choice.
 
     Args:
-        anatomy: any layer of the model; all have one shape.
-        reserved: numbers per token that the carrier needs next to latent and rotated keys.
+        anatomy: any layer of the model; all have the same shape.
+        reserved: elements per token that the target class caches next to the latent and rotated keys.
 
     Raises:
         SurgeryError: the budget is impossible.
@@ -63,14 +63,14 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
 def _engine_sizes(
     settings: ConvertSettings, anatomy: AttentionAnatomy, sizes: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """The nearest sizes that an engine carries, of no more bytes: rotary dimensions that are no zeros, and rank."""
+    """Return the nearest sizes (nonzero rotary dimensions, rank) that the engine supports within the same bytes."""
     limits = mla_limits(settings.engine, anatomy.head_dim, anatomy.value_dim)
     grid = 2 * default_pairs(anatomy)
     nearest = []
     for rope, rank in sizes:
         width = rope + rank
         if limits.head_sizes is None and limits.width is not None and grid < FAST_ROPE:
-            fast = False  # no zeros are added to what is rotated
+            fast = False  # rotated keys are not padded with zeros
         else:
             fast = limits.width is not None and width >= limits.width
         if fast and settings.kv_lora_rank is None:
@@ -81,7 +81,7 @@ def _engine_sizes(
 
 
 def default_pairs(anatomy: AttentionAnatomy) -> int:
-    """Count the highest frequencies that are a grid of default RoPE: all, unless a scaling bends the lower ones."""
+    """Count the highest frequencies that form default RoPE: all, unless RoPE scaling changes the lower ones."""
     count = anatomy.head_dim // 2
     while count > 1 and default_theta(anatomy.inv_freq[:count]) is None:
         count -= 1
@@ -102,7 +102,7 @@ def _check(rope: int, rank: int, reserved: int, full: int, max_rope: int) -> Non
 
 
 def _folded_size(budget: int, pairs: int) -> tuple[int, int]:
-    """TransMLA keeps one head's worth of rotated pairs, or a power-of-two part of it; at most half of the budget."""
+    """Return TransMLA's rotary dimensions, a head width or a power-of-two part, up to half of the budget; and rank."""
     rope = 2 * pairs
     while rope > 2 and rope > budget / 2:
         rope //= 2
@@ -110,7 +110,7 @@ def _folded_size(budget: int, pairs: int) -> tuple[int, int]:
 
 
 def _folds(settings: ConvertSettings, rope: int, pairs: int) -> list[int]:
-    """Folds that divide the frequencies, from the smallest that is possible to eight times that."""
+    """List the folds that divide the frequencies, from the smallest possible to eight times it."""
     if rope == 0 or pairs % (rope // 2):
         raise SurgeryError(
             f"method transmla keeps {2 * pairs} rotary dimensions or a part that divides it, not {rope}",

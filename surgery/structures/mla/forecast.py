@@ -1,8 +1,8 @@
-"""Forecast of an MLA conversion: the class that will carry it, its KV bytes and its engines.
+"""Forecast of an MLA conversion: its target class, KV bytes and engines.
 
-One thing is open then: which frequencies keep RoPE, where they are free to be chosen. Many engines load the grid of
-default RoPE only. Small budgets often choose just that (the highest frequencies, once each), larger ones do not, so
-both outcomes are forecast, and an engine's verdict is that of the list of frequencies.
+The frequencies that keep RoPE are unknown before calibration if they may be chosen freely. Many engines load the grid
+of default RoPE only. Small budgets often choose this grid (the highest frequencies, once each), larger ones do not.
+Both outcomes are therefore forecast, and an engine's verdict depends on the list of frequencies.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from surgery.transforms import mla
 
 @dataclass(frozen=True)
 class SplitForecast:
-    """The outcome of one split of the budget, as far as it is known beforehand.
+    """Forecast of one split of the budget.
 
     Attributes:
-        kv_bytes_per_token: of the result, all layers, at an infinite window; the most that it can be.
-        frequencies_known: whether the rotary frequencies are settled already.
-        engines: what each will say of the result, OPEN where that depends on frequencies yet to be chosen.
+        kv_bytes_per_token: KV bytes per token of all layers without sliding windows, an upper bound.
+        frequencies_known: whether the rotary frequencies are known already.
+        engines: verdict of each engine; OPEN if it depends on frequencies that are not chosen yet.
     """
 
     split: mla.Split
@@ -42,10 +42,10 @@ class SplitForecast:
 
 
 def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) -> SplitForecast:
-    """Forecasts the conversion of an opened source with one split.
+    """Forecast the conversion of an opened source with one split.
 
     Raises:
-        SurgeryError: the wanted carrier cannot hold it, or the engine asked for does not take it.
+        SurgeryError: the target class or the engine of the settings does not support the result.
     """
     config = opened.reader.config
     method, unchanged = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows, opened.fixed)
@@ -53,7 +53,7 @@ def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) 
         carrier_of(opened, MLAPlan(method, split, counts, kept=unchanged), settings)
         for counts in _possible_counts(opened, split, settings)
     ]
-    # The last is the one without a grid: the class is the same, and what a norm needs besides is in it.
+    # The last outcome has no grid: its class is the same, and it includes what the latent norm needs.
     carrier = outcomes[-1]
     result = carrier.writer.config(config)
     if settings.engine is not None:
@@ -71,7 +71,7 @@ def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) 
 def _possible_counts(
     opened: Source, split: mla.Split, settings: ConvertSettings
 ) -> list[tuple[torch.Tensor, ...] | None]:
-    """Components of each frequency that keep RoPE, in the outcomes that engines tell apart: a grid, and no grid."""
+    """Return the counts of rotated components by frequency for each outcome that engines distinguish: grid, no grid."""
     if mla.METHODS[settings.method].folds:
         return [None]  # fixed by the method
     anatomy = opened.first

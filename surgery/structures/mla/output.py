@@ -1,4 +1,4 @@
-"""Output of an MLA conversion: its class, and what it caches next to latents and rotated keys."""
+"""Output of an MLA conversion: its target class, shapes, and cached elements next to latents and rotated keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from surgery.structures.mla.settings import ConvertSettings
 
 
 def refuse_longrope(opened: Source) -> None:
-    """Raises SurgeryError where frequencies change with the length of the text."""
+    """Raise SurgeryError if rotary frequencies change with the length of the text."""
     if unchanged_length(opened.config) is not None:
         raise SurgeryError(
             "RoPE longrope changes its frequencies with the length of the text, and the key that heads of MLA share "
@@ -32,14 +32,14 @@ def refuse_longrope(opened: Source) -> None:
 
 
 def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: AttentionAnatomy) -> int:
-    """Cached numbers per token that are neither latent nor rotated key: an exact key norm's, a constant channel's.
+    """Return the cached elements per token next to latent and rotated key: gains of a key norm, or a constant channel.
 
-    The carrier is known for sure only after the split; what it may need at most is set aside, so that the budget holds.
+    The target class is known only after the split is chosen, so this is the most that it may need.
     """
     if anatomy.k_norm is not None:
         return anatomy.key_gains
     if settings.engine is not None:
-        return 0  # engines take no bias, and so no constant channel
+        return 0  # engines support no bias, and hence no constant channel
     stock = settings.carrier != "own" and not opened.family.experts
     stock = stock and not kept_layers(settings.keep_layers, opened.windows, opened.fixed)
     eps = opened.reader.config.get("rms_norm_eps", 1e-6)
@@ -48,10 +48,10 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
 
 
 def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carrier:
-    """The class that carries a planned conversion.
+    """Choose the target class of a planned conversion.
 
     Raises:
-        SurgeryError: the settings ask for one that cannot.
+        SurgeryError: the class of the settings cannot hold the result.
     """
     anatomy = opened.first
     limits = MLALimits()
@@ -81,7 +81,7 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
 
 
 def mla_spec(opened: Source, ranks: tuple[int, ...], inv_freq: tuple[Tensor, ...]) -> MLASpec:
-    """The shapes of a conversion of so many latents and these inverse frequencies in every layer."""
+    """Build the shapes of a conversion from the ranks and inverse frequencies of all layers."""
     anatomy = opened.first
     names = opened.family.attention_names(opened.reader, opened.first_layer)
     return MLASpec(
@@ -102,7 +102,7 @@ def mla_spec(opened: Source, ranks: tuple[int, ...], inv_freq: tuple[Tensor, ...
 
 
 def all_tensors(opened: Source, writer: StockMLA | OwnMLA, unchanged: frozenset[int]) -> dict[str, TensorSpec]:
-    """Every tensor of the result, those that are copied too."""
+    """Return the specs of all tensors of the result, including copied ones."""
     tensors = replanned_tensors(opened, writer.copied, writer.plan, unchanged)
     if isinstance(writer, StockMLA) and writer.untied:
         tensors[HEAD] = tensors[EMBEDDING]

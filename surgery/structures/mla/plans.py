@@ -1,4 +1,4 @@
-"""Plans of an MLA conversion: what of the KV budget each layer spends on rotary dimensions and on its latent."""
+"""Plans of an MLA conversion: rotary dimensions and latent rank of each layer within the KV budget."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from surgery.transforms.allocation import Choice, choose_widths
 from surgery.transforms.latent_layer import SimulatedAttention
 from surgery.transforms.partial_rope import best_components, choose_components
 
-# Held-out sequences that plans are compared on: differences on the same text settle long before losses do. Three are
-# too few: by them SmolLM2-135M as stock MLA at a quarter would take a split that loses 0.030 nats more on four.
+# Held-out sequences on which plans are compared; differences on the same text converge long before losses do. Three are
+# too few: with stock MLA at KV ratio 0.25, SmolLM2-135M would get a split that is 0.030 nats worse on four.
 SPLIT_SEQUENCES = 4
 
 ROTATION_WEIGHTS = (0.4, 0.63, 1.0, 1.6)
-"""By which predicted losses of dropped rotations are multiplied before they are weighed against latents; all are tried.
+"""Candidate multipliers of the predicted loss of dropped rotations, relative to that of dropped latents; all are tried.
 
-Both predictions are too low, not by one factor. SmolLM2-135M wanted 0.4 at a half of its bytes and 1 at a quarter, the
-demo model 0.63, 1 and 1.6 at a half, a quarter and an eighth; 0.25 and 2.5 were never the best.
+Both predictions are too low, by different factors. The best weight of SmolLM2-135M was 0.4 at KV ratio 0.5 and 1 at
+0.25; of the demo model 0.63, 1 and 1.6 at 0.5, 0.25 and 0.125. 0.25 and 2.5 were never the best.
 """
 UNTRIED_WEIGHT = 0.63
 ROTATED_CHOICES = 16
-"""Numbers of rotated components that are weighed in a layer."""
+"""Number of evenly spaced candidates for the count of rotated components in a layer."""
 
 
 @dataclass(frozen=True)
 class MLAPlan:
-    """Everything that has to be settled before layers can be converted one by one.
+    """Parameters of a conversion that are fixed before layers are converted one by one.
 
     Attributes:
-        split: of every layer that is converted, where ``ranks`` does not say otherwise.
-        counts: per layer [d/2], components of each frequency that keep RoPE; None where the method's order decides.
-        ranks: per layer; None: the split's in all.
+        split: split of every converted layer, unless ``ranks`` overrides it.
+        counts: per layer [d/2], number of components of each frequency that keep RoPE; None if the method fixes them.
+        ranks: rank of every layer; None: that of the split.
         kept: layers that stay unchanged.
-        weight: one of ROTATION_WEIGHTS, by which the budget was spread over the layers; None where it was not.
+        weight: the one of ROTATION_WEIGHTS with which the budget was allocated to layers; None for equal layers.
     """
 
     method: mla.Method
@@ -54,7 +54,7 @@ class MLAPlan:
     weight: float | None = None
 
     def convert(self, anatomy: AttentionAnatomy, library: StatisticsLibrary, layer: int) -> mla.ConvertedLayer:
-        """Converts one layer (float64)."""
+        """Convert one layer, in float64."""
         statistics, lags = library.load(layer)
         basis = mla.key_basis(self.method, anatomy, statistics, self.split)
         costs = None if self.method.folds else mla.component_costs(self.method, anatomy, statistics, lags)
@@ -64,11 +64,11 @@ class MLAPlan:
         return mla.convert_layer(self.method, anatomy, statistics, basis, rotated, rank, lags)
 
     def all_ranks(self, layers: int) -> tuple[int, ...]:
-        """Return the rank of every layer; 0 for those that are left unchanged."""
+        """Return the rank of every layer; 0 for unchanged layers."""
         return self.ranks or tuple(0 if layer in self.kept else self.split.rank for layer in range(layers))
 
     def facts(self) -> dict[str, float]:
-        """Return the report's facts: rotary dimensions and rank of a layer, on average where layers differ."""
+        """Return rotary dimensions and rank for the report, averaged over the converted layers if these differ."""
         if self.weight is None:
             return asdict(self.split)
         spread = [layer for layer, rank in enumerate(self.ranks) if rank]
@@ -79,11 +79,11 @@ class MLAPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes plans of one conversion.
+    """Planner of one conversion.
 
     Attributes:
-        frequencies: which may keep RoPE: ``free``, by what they cost, or ``grid``, the highest.
-        kept: layers that stay unchanged, and cost nothing.
+        frequencies: frequencies that keep RoPE: ``free``, chosen by cost, or ``grid``, the highest.
+        kept: layers that stay unchanged and are not in the budget.
     """
 
     method: mla.Method
@@ -93,10 +93,10 @@ class Planner:
     kept: frozenset[int]
 
     def alike(self, split: mla.Split, *, one_list: bool) -> MLAPlan:
-        """The plan of one split for all layers.
+        """Plan the same split for all layers.
 
         Args:
-            one_list: whether all layers have the same frequencies too, as a stock config says them.
+            one_list: whether all layers share one list of frequencies, as in a stock config.
         """
         if self.method.folds:
             return MLAPlan(self.method, split, None, kept=self.kept)
@@ -116,12 +116,16 @@ class Planner:
         return MLAPlan(self.method, split, self._of_all(counts, pairs), kept=self.kept)
 
     def spread(self, splits: list[mla.Split], progress: Progress) -> list[MLAPlan]:
-        """Plans of one budget of all layers, each with frequencies and a rank by what they are worth to the loss.
+        """Plan frequencies and a rank for each layer by their predicted loss, within one budget for all layers.
 
-        The method is one with lags and gradients.
+        The method must have lags and gradients.
 
         Args:
-            splits: of the budget's mean; one: its rotary dimensions are every layer's, and ranks alone differ.
+            splits: candidate splits of a layer's mean budget. With a single split, all layers have its rotary
+                dimensions, and only ranks differ.
+
+        Returns:
+            One plan per weight of ROTATION_WEIGHTS; one plan for a single split.
         """
         width = splits[0].rope_dim + splits[0].rank
         options: dict[int, list[tuple[Tensor, Choice]]] = {}
@@ -152,8 +156,7 @@ class Planner:
         return converted_layers(self.kept, self.opened.layers)
 
     def _options(self, anatomy: AttentionAnatomy, layer: int, sizes: list[int]) -> list[tuple[Tensor, Choice]]:
-        """Return, for each number of rotated components, how many there are of each frequency, their cost and their
-        error."""
+        """Return, for each number of rotated components, the counts by frequency and the :class:`Choice`."""
         statistics, lags = self.library.load(layer)
         basis = mla.key_basis(self.method, anatomy, statistics, None)
         turned = mla.rotation_energies(anatomy, statistics, basis, lags)
@@ -170,20 +173,21 @@ class Planner:
         return list(zip(counts, choices, strict=True))
 
     def _of_all(self, counts: dict[int, Tensor], pairs: int) -> tuple[Tensor, ...]:
-        """Return the counts of every layer; empty for those that are left unchanged."""
+        """Return the counts of every layer; zeros for unchanged layers."""
         return tuple(counts.get(layer, _highest(pairs, 0)) for layer in range(self.opened.layers))
 
 
 def _highest(pairs: int, count: int) -> Tensor:
-    """The highest frequencies, once each."""
+    """Return the counts [d/2] of a grid: one component at each of the ``count`` highest frequencies."""
     return (torch.arange(pairs) < count).long()
 
 
 def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list[float]]) -> dict[int, float]:
-    """Held-out losses of the plans that were tried, by their places: enough of them to know the least.
+    """Search for the plan of least held-out loss; return the losses of the tried plans by index.
 
-    From one end of the plans to the other the loss falls and then rises. Two in the middle are tried, then the next one
-    outwards as long as the outermost is the best; of a method that folds frequencies all, of which that is not known.
+    The loss is assumed to fall and then rise along the list of plans. The search starts with two plans in the middle
+    and continues outwards as long as the outermost plan is the best. For methods that fold frequencies, for which this
+    is not known, all plans are tried.
     """
     count = len(plans)
     due = list(range(count)) if plans[0].method.folds else list(range(count))[(count - 1) // 2 :][:2]
@@ -197,7 +201,7 @@ def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list
 
 
 def most_tried(count: int) -> int:
-    """Return the most plans that `search_plans` tries of ``count``: one half and the next."""
+    """Return the largest number of plans that `search_plans` tries of ``count``: half of them and one more."""
     return min(count, (count + 3) // 2)
 
 
@@ -209,7 +213,7 @@ def try_plans(
     batch_size: int,
     progress: Progress,
 ) -> list[float]:
-    """Held-out loss of each plan, all carried through the layers together so that each layer is loaded once."""
+    """Measure the held-out loss of each plan; plans run side by side, so that every layer is loaded once."""
     stream, tokens = opened.stream, held_out.tokens[: min(held_out.texts, SPLIT_SEQUENCES)]
     hidden = [stream.embed(tokens) for _ in plans]
     with progress.phase("try splits of the budget", stream.num_layers * len(plans), "layer") as advance:

@@ -1,6 +1,6 @@
-"""``surgery convert --to mla --bits auto``: nearly all components are kept, each in the bits that it is worth.
+"""``surgery convert --to mla --bits auto``: nearly all components are kept, and bits are allocated to each.
 
-One budget of bytes is spent over the rotated keys and the latents of all layers; see
+One byte budget is allocated over the rotated keys and latents of all layers; see
 :mod:`surgery.transforms.quantized_mla`.
 """
 
@@ -33,7 +33,7 @@ from surgery.transforms.row_quantizer import centered, reader
 
 
 class QuantizedMLA(PackedRows[ConvertSettings]):
-    """Keys and values become one quantized row a token, of a latent and a rotated key that all heads share."""
+    """Conversion to one packed row per token, of a latent and a rotated key that all heads share."""
 
     exact_stages = EXACT_STAGES
     least_granules = 2
@@ -48,33 +48,33 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         self._orders: dict[int, Tensor] = {}
 
     def other_bytes(self) -> int:
-        """Gains of a key norm."""
+        """Return the bytes of the gains of a key norm."""
         first = self.opened.first
         return 2 * first.key_gains if first.k_norm is not None else 0
 
     def likely(self, granules: int) -> Rows:
-        """Return a row of 4 bits a value, half of it for the latent."""
+        """Return a row of 4 bits per value, at least half of it for the latent."""
         first = self.opened.first
         limit = first.kv_heads * first.head_dim // 2 // self.granule  # all components
         rope = min(granules // 2, limit) * self.granule
         return (("4+4", granules * self.granule - rope),), (("4+4", rope),) if rope else ()
 
     def writer(self, plans: Plans) -> OwnQuantizedMLA:
-        """Before the components are ordered, frequencies are those of the first ones."""
+        """Create the writer of layers with these rows; before :meth:`spectra`, components are unordered."""
         opened, ranks, frequencies, runs = self.opened, [], [], []
         for layer in range(opened.layers):
             inv_freq, plan = opened.family.rotation(opened.config, layer).inv_freq, plans.get(layer)
             latent, rope = plan or ((), ())
             order = self._orders.get(layer, torch.arange(opened.first.kv_heads * len(inv_freq)))
             ranks.append(TokenFormat(latent).channels)
-            # Component c * pairs + l turns at frequency l (`energy_basis`).
+            # Component c * pairs + l rotates at frequency l (`energy_basis`).
             frequencies.append(quantized_mla.row_frequencies(inv_freq, order % len(inv_freq), rope))
             runs.append(plan)
         spec = mla_spec(opened, tuple(ranks), tuple(frequencies))
         return OwnQuantizedMLA(spec, tuple(runs), self.first_tokens)
 
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> LayerSpectra:
-        """Energies of a latent of the values and of the key's components."""
+        """Compute the energies of a latent of the values and of the key components."""
         spectra = quantized_mla.spectra(*self._calibrated(work, layer))
         self._orders[layer] = spectra.order
         return spectra
@@ -85,13 +85,13 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         return quantized_mla.convert_layer(*self._calibrated(work, index), self._orders[index], rows, inputs, first)
 
     def simulated(self, result: QuantizedLatents) -> SimulatedAttention:
-        """Return a stand-in for a converted layer's attention."""
+        """Return a surrogate module of a converted layer."""
         stream = self.opened.stream
         read = reader(result.quantizer, self.first_tokens, result.layer.neighboring())
         return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
 
     def exact_forms(self, work: ConversionContext, index: int) -> dict[str, Form]:
-        """Return a layer's attention in every exact stage."""
+        """Return a layer's attention for every exact stage."""
         stream = self.opened.stream
         anatomy, _, basis = self._calibrated(work, index)
         every = torch.arange(basis.components)
@@ -109,11 +109,11 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         return tensors | quantizer_tensors(index, result.quantizer)
 
     def widths(self, result: QuantizedLatents) -> dict[str, int]:
-        """Return the widths of a converted layer."""
+        """Return rank and rotary dimensions for the report of a converted layer."""
         return {"rank": result.layer.rank, "rope_dim": result.layer.rope_dim}
 
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
-        """Return what the report says of MLA."""
+        """Return the report's entries of the MLA target."""
         return {
             "to": "mla",
             "method": quantized_mla.METHOD.name,
@@ -124,7 +124,7 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         }
 
     def _calibrated(self, work: ConversionContext, layer: int) -> tuple[AttentionAnatomy, LayerStatistics, KeyBasis]:
-        """A layer in float64, its centered statistics, and the basis of its keys."""
+        """Return a layer in float64, its centered statistics, and the basis of its keys."""
         anatomy = self.opened.anatomy(layer).to(torch.float64)
         statistics = centered(work.library.load(layer, self.first_tokens)[0])
         return anatomy, statistics, mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)

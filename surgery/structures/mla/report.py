@@ -1,4 +1,4 @@
-"""Report of an MLA conversion: its target and its layers."""
+"""Report entries of an MLA conversion: the target and its layers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class LayerReport:
     """Errors of one layer, predicted from statistics and measured on held-out text.
 
     Attributes:
-        rank: of the latent; 0 where the layer stays unchanged.
-        rope_error: predicted share of the squared scores lost with the dropped rotations.
+        rank: rank of the latent; 0 for an unchanged layer.
+        rope_dim: rotary dimensions of the layer.
+        rope_error: predicted error of the dropped rotations, relative to the squared scores.
         latent_error: predicted squared error of the truncated latent in the method's metric.
-        latent_error_share: the same relative to the latent's whole energy.
-        energies: of the latents that are kept, descending, each the cost of its loss in the method's metric: what
-            slicing goes by.
-        measured: relative error of the layer's own output on the source's inputs, at each lossy stage.
+        latent_error_share: ``latent_error`` relative to the energy of the whole latent.
+        energies: energies of the kept latent dimensions in the method's metric, descending; used by slicing.
+        measured: relative output error of the layer's attention on the source's inputs, by lossy stage.
     """
 
     layer: int
@@ -39,11 +39,11 @@ class LayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Heads of :meth:`cells`."""
+        """Return the column heads of :meth:`cells`."""
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the row, for people."""
+        """Return the values of the layer's row in the printed table."""
         return self.rank or "kept", self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
     @classmethod
@@ -61,7 +61,7 @@ class LayerReport:
 
 
 def mla_target(carrier: Carrier, method: str, layers: list[LayerReport]) -> dict:
-    """The target of :class:`surgery.structures.base.Outcome`."""
+    """Build the ``target`` of :class:`surgery.structures.base.Outcome`."""
     writer, rotated = carrier.writer, [layer.rope_dim for layer in layers if layer.rank]
     return {
         "to": "mla",

@@ -1,4 +1,4 @@
-"""Settings of a conversion to MLA. Needs no torch."""
+"""Settings of a conversion to MLA. Does not import torch."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class ConvertSettings(RowSettings):
 
     @property
     def spreads(self) -> bool:
-        """Return whether one budget is spread over layers that may differ, given a class that holds such."""
+        """Whether one budget is allocated over layers, whose sizes may then differ, if the target class allows it."""
         if self.allocate == "auto":
             compares = self.method == "fisher" and self.calibration != NO_CALIBRATION
             return compares and self.kv_lora_rank is None and self.rope_frequencies == "free"
@@ -137,14 +137,14 @@ class ConvertSettings(RowSettings):
 
     @property
     def is_open(self) -> bool:
-        """Return whether no setting decides the form of the result: bits are chosen, where the source allows it."""
+        """Whether no setting fixes the form of the result, so that packed rows are used if the source allows them."""
         is_fixed = (
             self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
         )
         return not is_fixed and not any(self._decided_by_bits().values())
 
     def _decided_by_bits(self) -> dict[str, bool]:
-        """Return which of the settings that automatic bits decide are not at their default."""
+        """Return, for each setting that conflicts with automatic bits, whether it differs from its default."""
         defaults = {field.name: field.default for field in fields(self)}
         names = "method", "kv_lora_rank", "rope_dim", "rope_frequencies", "freqfold"
         changed = {name: getattr(self, name) != defaults[name] for name in names}
@@ -164,5 +164,5 @@ class ConvertSettings(RowSettings):
                 raise SurgeryError(
                     f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}", setting="engine"
                 )
-        # Frozen; a result for an engine is a model of default RoPE, whatever else is asked for.
+        # The dataclass is frozen. Engines load default RoPE only, which overrides the setting.
         object.__setattr__(self, "rope_frequencies", "grid")

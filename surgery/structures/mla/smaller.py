@@ -1,7 +1,7 @@
-"""``surgery convert --to mla`` of a model that is MLA already: fewer latents in the source's own class.
+"""``surgery convert --to mla`` for models that are MLA already: a smaller latent rank in the source's class.
 
-Rotary dimensions, queries and output projection stay. Every layer keeps one subspace of its latents, chosen in the
-metric of the loss, and a norm that is off by what it no longer sees (:mod:`surgery.transforms.smaller_latent`).
+Rotary dimensions, queries and output projection stay unchanged. Every layer keeps a subspace of its latent, chosen in
+the metric of the loss. The latent norm then lacks the dropped part (:mod:`surgery.transforms.smaller_latent`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from surgery.structures.stages import ERROR_SEQUENCES, StageTracker
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 EXACT, SMALLER = "rotated", "truncated"
-"""Stages after the source: all latents in another basis, and those that are kept."""
+"""Stages after the source: the whole latent in another basis, then the kept latent."""
 
 TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
@@ -46,7 +46,7 @@ TAKEN = {
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
-"""Values that settings may have for a source that is MLA already, and why."""
+"""Allowed values of settings for a source that is MLA already, and the reason for the restriction."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class SmallerLayerReport:
     """Errors of one layer.
 
     Attributes:
-        rank: of the latent.
-        latent_error, latent_error_share: predicted squared error of the latents in the metric of the loss, the wrong
-            norm's part included, and relative to all their energy.
-        norm_error: measured, root mean square of how far the norms of tokens are off, relative.
-        energies: of all latents of the source, descending, as ``latent_error`` counts them.
-        measured: relative error of the layer's own output on the source's inputs.
+        rank: rank of the latent.
+        latent_error: predicted squared error of the latent in the metric of the loss, including the error of the norm.
+        latent_error_share: ``latent_error`` relative to the energy of the whole latent.
+        norm_error: measured relative error of the latent norm, root mean square over tokens.
+        energies: energies of all latent dimensions of the source, descending, in the metric of ``latent_error``.
+        measured: relative output error of the layer's attention on the source's inputs, by stage.
     """
 
     layer: int
@@ -72,16 +72,16 @@ class SmallerLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Heads of :meth:`cells`."""
+        """Return the column heads of :meth:`cells`."""
         return "rank", "latent, predicted", "norm off by"
 
     def cells(self) -> tuple:
-        """Return the values of the row, for people."""
+        """Return the values of the layer's row in the printed table."""
         return self.rank, share(self.latent_error_share), share(self.norm_error)
 
 
 class SmallerMLA(Structure[Source, ConvertSettings]):
-    """The latents of an MLA model become fewer."""
+    """Conversion of an MLA model to a smaller latent rank."""
 
     keeps_class = takes_latents = True
 
@@ -95,10 +95,10 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: ConvertSettings) -> Source:
-        """A checkpoint of a family of MLA models.
+        """Open a checkpoint of an MLA family.
 
         Raises:
-            SurgeryError: settings ask for what is not for such a source; or as :meth:`Structure.open`.
+            SurgeryError: a setting does not apply to MLA sources; or as :meth:`Structure.open`.
         """
         kind = reader.config["model_type"]
         for name, (allowed, why) in TAKEN.items():
@@ -116,11 +116,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Fewer latents in the source's class."""
+        """Return the candidate: a smaller rank in the source's class."""
         return [Candidate({})]
 
     def forecast(self) -> Forecast:
-        """All of it: nothing is left to the work but numbers."""
+        """Forecast the conversion; config and shapes do not depend on the calibration."""
         writes, config = self._writes, self._writes.config()
         return Forecast(
             config=config,
@@ -137,21 +137,21 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Moments of latents, and of the loss's gradients at them."""
+        """Gather moments of the latents and of the loss gradients at them."""
         work.gather(gradients=True)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Every tensor, those that read or make latents with fewer."""
+        """Return the specs of all tensors, with the smaller rank in the projections to and from the latent."""
         return self._tensors()
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """The latents that are kept, after their norm."""
+        """Return a surrogate module of a layer with the smaller latent."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
         return CapturedAttention(smaller.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Keeps a subspace of every layer's latents."""
+        """Reduce the latent of every layer and write its tensors."""
         runs = work.stage_runs((EXACT, SMALLER), exact=(EXACT,))
         layers = work.pass_layers(lambda index: self._convert(index, work, runs, writer), runs, SmallerLayerReport)
         work.converted.write(self.opened.layers, writer)
@@ -202,10 +202,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
 
 def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
-    """Return the number of latents of the result: half of the source's unless the settings say otherwise.
+    """Compute the rank of the result, by default half of the source's.
 
     Raises:
-        SurgeryError: not fewer than the source has, or none; or the rotary dimensions are asked to change.
+        SurgeryError: the rank is odd, too small or not less than the source's, the settings conflict, or they change
+            the rotary dimensions.
     """
     if settings.rope_dim not in (None, rope_dim):
         raise SurgeryError(

@@ -1,6 +1,6 @@
-"""``surgery convert --to mla``.
+"""``surgery convert --to mla``: keys and values become a latent and a rotated key that all heads share.
 
-Candidate splits of the budget are tried on held-out text; then every layer is converted and carried through all stages.
+Candidate splits of the budget are tried on held-out text. Then every layer is converted, and all stages run through it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from surgery.transforms.partial_rope import latent_form
 
 
 class MLA(Structure[Source, ConvertSettings]):
-    """Keys and values become a latent and a rotated key that all heads share."""
+    """Conversion to multi-head latent attention."""
 
     supports_multimodal = takes_latents = True
     options = (
         TargetOption(place=1),
         TargetOption(" --carrier stock", {"carrier": "stock"}, place=4),
-        # What vLLM's kernels read on a GPU, where the model is wide enough.
+        # The sizes that vLLM's GPU kernels support, for models that are wide enough.
         TargetOption(
             f" --engine vllm --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE}",
             {"engine": "vllm", "kv_lora_rank": FAST_WIDTH - FAST_ROPE, "rope_dim": FAST_ROPE},
@@ -81,20 +81,20 @@ class MLA(Structure[Source, ConvertSettings]):
         first = opened.first
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.splits = candidate_splits(settings, first, reserved_numbers(opened, settings, first))
-        # Refuses what the engine does not take.
+        # Raises if the engine does not support the result.
         self.stock = forecast_split(opened, self.splits[0], settings).carrier.stock
         self._carrier: Carrier | None = None
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: ConvertSettings) -> type[Structure]:
-        """A model that is MLA already keeps its class; where bits are chosen, the cache has rows of them."""
+        """Return the class for the source and the bits; a model that is MLA already keeps its model class."""
         if config.get("model_type") in LATENT_FAMILIES:
             return SmallerMLA
         return QuantizedMLA if settings.bits == "auto" else cls
 
     @classmethod
     def over(cls, opened: Source, settings: ConvertSettings, progress: Progress) -> Structure:
-        """With bits where no setting says otherwise and the source allows it: they lose least for the bytes."""
+        """Create the structure, with packed rows if settings and source allow them: they lose least at equal bytes."""
         if cls is MLA and settings.is_open:
             try:
                 return QuantizedMLA(opened, settings, progress)
@@ -104,18 +104,18 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return MLA in the stock class where that can hold it, and in the custom class, by rank and in bits."""
+        """Return the candidates: the stock class, the custom model class, and packed rows."""
         if config["model_type"] in LATENT_FAMILIES:
             return SmallerMLA.candidates(config)
         return [Candidate({"carrier": "stock"}), Candidate({"carrier": "own"}), Candidate({"bits": "auto"})]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
-        """Return configs in the stock class, in the custom model class, and of packed rows."""
+        """Return the configs of the stock class, of the custom model class, and of packed rows."""
         return {"": bench.stock_mla, "-own": bench.own_mla, "-bits": bench.mla_in_bits}
 
     def forecast(self) -> Forecast:
-        """Forecast the split that caches most; the frequencies that keep RoPE may be open until one is chosen."""
+        """Forecast the split with the largest cache; before :meth:`plan` the rotary frequencies may be unknown."""
         opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
         forecasts = [forecast_split(opened, split, settings) for split in self.splits]
         largest = max(forecasts, key=lambda each: each.kv_bytes_per_token)
@@ -146,22 +146,22 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @property
     def lag_basis(self) -> BasisOf | None:
-        """Key basis of methods that choose frequencies by the attention over lags."""
+        """Key basis of methods that choose frequencies by attention over lags; None for other methods."""
         return mla.lag_basis(mla.METHODS[self.settings.method])
 
     def gather(self, work: ConversionContext) -> None:
-        """Moments, and what attention over lags a choice of frequencies needs."""
+        """Gather moments, and lag statistics if the method needs them."""
         work.gather(gradients=mla.METHODS[self.settings.method].gradients, basis_of=self.lag_basis)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Chooses the split on held-out text, and the class that carries it."""
+        """Choose the split on held-out text, and the target class."""
         opened, settings = self.opened, self.settings
         self._plan, self._tried, self._engine_cost = self._choose(work)
         self._carrier = carrier_of(opened, self._plan, settings)
         return all_tensors(opened, self._carrier.writer, self.kept)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """The truncated latent."""
+        """Return a surrogate module of a layer with the truncated latent."""
         if layer in self.kept:
             return source_attention(self.opened, layer)
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
@@ -169,7 +169,7 @@ class MLA(Structure[Source, ConvertSettings]):
         return SimulatedAttention(converted.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """The truncated latent of every layer."""
+        """Convert all layers and write their tensors."""
         opened, carrier = self.opened, self._carrier
         runs = work.stage_runs((*EXACT_STAGES, *LOSSY_STAGES), exact=EXACT_STAGES, steps=LOSSY_STAGES)
         layers = work.pass_layers(lambda index: self._convert(index, work, runs), runs, LayerReport)
@@ -187,9 +187,11 @@ class MLA(Structure[Source, ConvertSettings]):
         )
 
     def _choose(self, work: ConversionContext) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
-        """The plan of least held-out loss, that of all that were tried, and what an engine's limits cost, to report.
+        """Choose the plan of least held-out loss.
 
-        The free choice that an engine's is compared with is that of the same budget without limits.
+        Returns:
+            The plan; all tried plans with their losses; and for the report the loss that an engine's limits cost,
+            against the best plan of the same budget without these limits.
         """
         opened, settings, held_out = self.opened, self.settings, work.texts.held_out
         planner = Planner(mla.METHODS[settings.method], opened, work.library, settings.rope_frequencies, self.kept)
@@ -204,7 +206,7 @@ class MLA(Structure[Source, ConvertSettings]):
         if len(plans) == 1 and not free:
             return plans[0], [(plans[0], None)], {}
         if not held_out.texts:
-            # Nothing to try them on: a third for rotary dimensions, the middle of what calibrated conversions choose.
+            # Without text: a third for rotary dimensions, the middle of what calibrated conversions choose.
             untried = min(plans, key=_unlikely)
             return untried, [(untried, None)], {}
 
@@ -223,7 +225,6 @@ class MLA(Structure[Source, ConvertSettings]):
         return plans[best], results, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
 
     def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LayerReport:
-        """Converts and measures one layer."""
         if index in self.kept:
             pass_kept(self.opened, index, runs, work.converted)
             return LayerReport(index)
@@ -237,7 +238,7 @@ class MLA(Structure[Source, ConvertSettings]):
         return LayerReport.of(index, converted, converted.energy[: converted.truncated.rank], errors)
 
     def _tensors(self, index: int, converted: mla.ConvertedLayer) -> dict[str, Tensor]:
-        """The tensors of a layer; stock wants latents and rotary keys of mean square one."""
+        """Return a layer's tensors; the stock class needs latents and rotary keys of mean square one."""
         layer = converted.truncated.to("cpu", torch.float64)
         if self._carrier.stock:
             layer = layer.rescaled(*(2.0 ** -round(math.log2(size)) for size in converted.sizes))
@@ -245,8 +246,7 @@ class MLA(Structure[Source, ConvertSettings]):
 
 
 def _unlikely(plan: MLAPlan) -> float:
-    """Return the distance of a plan from the middle of those that trials chose, for sources on which nothing can be
-    tried."""
+    """Return the distance of a plan from the usual choice of trials, for sources without text to try plans on."""
     if plan.weight is not None:
         return abs(plan.weight - UNTRIED_WEIGHT)
     return abs(plan.split.rope_dim - (plan.split.rope_dim + plan.split.rank) / 3)
@@ -255,7 +255,6 @@ def _unlikely(plan: MLAPlan) -> float:
 def _forms(
     anatomy: AttentionAnatomy, basis: KeyBasis, lossy: dict[str, LatentLayer], stream: LayerStream
 ) -> dict[str, Form]:
-    """A layer's attention in every stage."""
     every_component = torch.arange(basis.components)
     identity = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
     forms = {

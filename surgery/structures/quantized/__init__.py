@@ -1,1 +1,1 @@
-"""A KV cache of a few bits."""
+"""Quantized KV cache."""

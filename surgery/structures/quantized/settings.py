@@ -1,4 +1,4 @@
-"""Settings of a quantized cache. Needs no torch."""
+"""Settings of a quantized cache. Does not import torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class QuantizedSettings(RowSettings):
 
     @classmethod
     def needless(cls, option: Callable[[str], str | None]) -> str | None:
-        """Engines quantize plain caches by themselves; one of ours would load in none of them."""
+        """Return the flags with which an engine quantizes plain caches itself; engines cannot load our results."""
         if (engine := option("engine")) is None:
             return None
         bits = option("bits") or "4"
@@ -48,5 +48,5 @@ class QuantizedSettings(RowSettings):
         return f"nothing to convert, {engine} quantizes its cache itself: {flags}"
 
     def ending(self, target: str) -> str:
-        """Return the ending of the output's default name, with the bits."""
+        """Return the ending of the default output name, with uniform bits."""
         return target if self.bits == "auto" else f"{target}-int{self.bits}"

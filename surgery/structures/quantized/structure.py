@@ -1,8 +1,8 @@
-"""``surgery convert --to quantized``: the source's keys and values in a few bits, in one row a token.
+"""``surgery convert --to quantized``: quantized keys and values, in one packed row per token.
 
-Every KV head has two bases of its own, for its keys before RoPE and for its values. Each component has the bits that it
-is worth. Heads share nothing, so one is read by products of its own size. Low rank, whose heads share latents, loses
-less at the same bytes and takes several times the operations to read.
+Every KV head has one basis for its keys before RoPE and one for its values, and bits are allocated to each component.
+Heads share no latents, so decoding a head takes products of its width only. Low rank, which shares latents between
+heads, increases the loss less at the same bytes and takes several times the operations to decode.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from surgery.structures.packed_rows import Plans, RowLayerReport, Rows
 from surgery.structures.quantized.settings import QuantizedSettings
 
 PATTERNS = {8: "8", 4: "4+4", 2: "2+2+2+2"}
-"""Pattern of the bytes of a row whose values have the same bits."""
+"""Byte pattern of rows with uniform bits."""
 
 
 class Quantized(QuantizedRows):
-    """Keys and values of every head in a basis of their own, quantized."""
+    """Conversion to quantized keys and values in separate bases for every head."""
 
     name, method = "quantized", "heads"
     options = (TargetOption(place=2),)
@@ -37,35 +37,35 @@ class Quantized(QuantizedRows):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Bits by value: the same number for all loses more at the same bytes."""
+        """Return the candidate with bits by value; uniform bits increase the loss more at the same bytes."""
         return [Candidate({"bits": "auto"})]
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Keys of every head, then values of every head."""
+        """Blocks of latents: keys of every head, then values of every head."""
         heads = range(self.opened.first.kv_heads)
         return *(Block(0, (head,), ()) for head in heads), *(Block(0, (), (head,)) for head in heads)
 
     def granule_bytes(self) -> int:
-        """Return 4, as single heads have few bytes and no kernel loads 16 at once; 2 of small heads or uniform bits."""
+        """Return the granule: 4 bytes, as no kernel loads 16 from a single head; 2 for small heads or uniform bits."""
         return 4 if self.settings.bits == "auto" and self.opened.first.head_dim >= 32 else 2
 
     def ratio(self) -> float:
-        """Return the share of the source's bytes, which uniform bits say themselves."""
+        """Return the KV ratio; uniform bits determine it."""
         if self.settings.bits == "auto":
             return super().ratio()
         return self.settings.bits / (8 * self.opened.first.q.dtype.itemsize)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Choose the bits of every value of all layers, unless they are uniform."""
+        """Allocate bits to the channels of all layers, unless they are uniform."""
         return super().plan(work) if self.plans is None else self.planned_tensors(self.plans)
 
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
-        """Return what the report says of the target."""
+        """Return the report's entries of the target, with the bits of the settings."""
         return {**super().target(layers), "bits": self.settings.bits}
 
     def _uniform(self) -> Plans | None:
-        """Return rows that hold every value in the same bits; None with automatic bits."""
+        """Return rows of uniform bits; None with automatic bits."""
         if (bits := self.settings.bits) == "auto":
             return None
         first = self.opened.first

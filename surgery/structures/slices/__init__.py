@@ -1,1 +1,1 @@
-"""A smaller checkpoint from a converted one: the first latents of every block."""
+"""Smaller checkpoint sliced from a converted one: the first latents of every block."""

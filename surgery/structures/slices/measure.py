@@ -1,4 +1,4 @@
-"""Simulation of slices before any is written: the whole model with latents set to zero."""
+"""Simulation of slices: the whole model with the dropped latents set to zero."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of
 from surgery.structures.stages import ERROR_SEQUENCES
 
 BEFORE, SLICED = "before slicing", "sliced"
-"""Stages of the report of a slice."""
+"""Stages in the report of a slice."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,12 @@ class MeasuredSlice:
     """Held-out measurement of the best candidate.
 
     Attributes:
-        losses: of all candidates; None where there is no text.
-        before, score: of the whole checkpoint, and of the candidate.
-        hidden: its final hidden states [N, T, D].
-        errors: of each of its layers.
+        best: name of the best candidate.
+        losses: held-out losses of all candidates; None without text.
+        before: score of the whole checkpoint.
+        score: score of the best candidate.
+        hidden: final hidden states of the best candidate, [N, T, D].
+        errors: errors of the best candidate, by layer.
     """
 
     best: str
@@ -46,9 +48,9 @@ def measure_slices(
     batch_size: int,
     progress: Progress,
 ) -> MeasuredSlice:
-    """Carries the whole model, and the whole model without the latents that each candidate drops, through the text.
+    """Run the whole model, with and without the latents that each candidate drops, over the text.
 
-    Of several candidates the one of least loss is the best; without text the last one is.
+    The best candidate is that of the least loss, or the last one without text.
     """
     embedded = stream.embed(held_out.tokens)
     hidden = {name: embedded.clone() for name in candidates}
@@ -89,7 +91,7 @@ def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _silenced(layer: StreamedLayer, name: str, rows_of: list[tuple[int, ...]]) -> Iterator[None]:
-    """Zero all but some output rows of the projections of that name in each loaded layer, for a ``with`` block."""
+    """Zero the output rows outside ``rows_of`` of a projection in each loaded layer, for a ``with`` block."""
     projections = [getattr(block.self_attn, name) for block in layer.model.layers]
     original = [[parameter.clone() for parameter in down.parameters()] for down in projections]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Budget of a slice: the latents that every block keeps, by the worth that its conversion reported for them."""
+"""Rank allocation of a slice: the latents that every block keeps, by the energies in the conversion's report."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ STRUCTURES = ("lowrank", "crosslayer", "mla")
 """Targets of ``--to`` whose results have latents."""
 
 LOSS_WEIGHTED = ("fisher", "separate", "cascade")
-"""Methods whose energies are shares of one loss, so that those of different layers compare."""
+"""Methods whose energies are shares of one loss, and therefore comparable between layers."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The conversion that made a checkpoint's latents.
+    """Conversion that made a checkpoint's latents.
 
     Attributes:
-        target: what its report says that it made.
-        source_bytes: KV bytes per token of what it converted.
-        energies: of all its latents, for every layer and block; the checkpoint may have fewer by now.
-        comparable: whether energies of different layers are in one unit.
-        multiple: of which every rank is one.
+        target: the report's entry of the target.
+        source_bytes: KV bytes per token of the conversion's source.
+        energies: energies of all latents of the conversion, by layer and block; a sliced checkpoint has fewer latents.
+        comparable: whether energies of different layers have the same unit.
+        multiple: divisor of every rank.
     """
 
     target: dict
@@ -44,10 +44,11 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Origin:
-        """Reads it from the report next to a checkpoint, or the reports in that one.
+        """Read the origin from the report next to a checkpoint, or from the previous reports in it.
 
         Raises:
-            SurgeryError: there is none, or the latents are in no order that a slice could go by.
+            SurgeryError: there is no report of such a conversion, or the latents are not in the order of energies.
+            ValueError: the report holds an invalid multiple, size or energy.
         """
         for report in _history(path):
             target = report["target"]
@@ -79,18 +80,19 @@ class Origin:
 def plan_slice(
     path: Path, model: LatentModel, origin: Origin, kv_ratio: float, itemsize: int, allocate: str
 ) -> dict[str, Ranks]:
-    """The ranks that a slice may have, by allocation; all spend the whole budget, none exceeds it.
+    """Plan the candidate ranks of a slice, by name of the allocation; all spend the whole budget.
 
     Args:
-        path: of the checkpoint, for errors.
-        kv_ratio: share of the KV bytes per token of what the origin converted; a residual window comes on top.
-        itemsize: bytes of a cached number.
-        allocate: "spectrum" drops the least energy in all, "uniform" the same share of every block; "auto" gives both
-            and what is half-way between them, to be measured, where energies compare and ranks may differ.
+        path: path of the checkpoint, for errors.
+        kv_ratio: share of the KV bytes per token of the original source, without a residual window.
+        itemsize: bytes per cached element.
+        allocate: "spectrum" drops the least total energy, "uniform" the same share of every block. "auto" returns both
+            and their mean, to be measured, if energies are comparable and ranks may differ.
 
     Raises:
-        SurgeryError: the budget is not less than what the checkpoint takes, or leaves some block without a latent; or
-            the allocation is impossible.
+        SurgeryError: the budget is not less than the checkpoint's bytes or leaves a block without a latent, or the
+            allocation is impossible.
+        ValueError: the report has fewer energies than the checkpoint has latents.
     """
     if allocate == "spectrum" and model.stock:
         raise SurgeryError.at(path, "stock deepseek_v3 has one rank for all layers: --allocate uniform")
@@ -123,7 +125,7 @@ def plan_slice(
         )
     if model.stock:
         return {"uniform": _shaped([total // len(before)] * len(before), model)}
-    # By what there was at first, so that a slice of a slice is that slice of the whole.
+    # In proportion to the original ranks, so that slicing a slice equals slicing the whole checkpoint.
     sizes = [len(energies) for blocks in origin.energies for energies in blocks]
     plans = {"uniform": proportional(sizes, total, multiple, multiple, before)}
     if allocate != "uniform" and origin.comparable:
@@ -139,13 +141,13 @@ def plan_slice(
 
 
 def _shaped(ranks: list[int], model: LatentModel) -> Ranks:
-    """Ranks of all blocks, layer by layer."""
+    """Group the ranks of all blocks by layer."""
     remaining = iter(ranks)
     return tuple(tuple(next(remaining) for _ in blocks) for blocks in model.ranks)
 
 
 def _history(path: Path) -> Iterator[dict]:
-    """The report of a checkpoint, that of its source, and so on."""
+    """Yield the report of a checkpoint, then the report of its source, and so on."""
     report = read_report(path)
     while report is not None:
         yield report

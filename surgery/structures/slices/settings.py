@@ -1,4 +1,4 @@
-"""Settings of a slice. Needs no torch."""
+"""Settings of a slice. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from surgery.structures.settings import keep_quantised
 
 @dataclass(frozen=True)
 class SliceSettings(ConversionSettings):
-    """Settings of ``surgery slice``. Calibration text serves to measure the loss only."""
+    """Settings of ``surgery slice``. Text is used to measure the loss only."""
 
     kv_ratio: float | None = setting(
         None,

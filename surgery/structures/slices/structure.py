@@ -1,9 +1,8 @@
 """``surgery slice``: a smaller checkpoint from a converted one, by keeping the first latents of every block.
 
-Nothing is calibrated. Conversions leave latents in the order of what they are worth, so the first ones are a
-good model of their own. Where ranks may differ between layers, a few ways to spend the budget are tried on held-out
-text. What is written is compared with the whole checkpoint run with the other latents set to zero, and gets its name
-once it has computed the same.
+Needs no calibration: conversions order latents by energy, so that the first ones form a good model. If ranks may differ
+between layers, a few allocations are compared on held-out text. The written slice is verified against the whole
+checkpoint with the dropped latents set to zero before it is moved to its final path.
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ from surgery.verification.written import measured_tokens
 
 @dataclass(frozen=True)
 class SlicedLayerReport:
-    """One layer of the report.
+    """Report of one layer.
 
     Attributes:
-        rank: latents that are left, ``ranks`` in each block.
-        rope_dim: rotary dimensions cached next to them.
-        rope_error: None, nothing rotated is dropped.
-        latent_error, latent_error_share: energy of what this slice dropped, as the conversion's report has it, and its
-            share of all that there was before.
-        measured: relative error of the attention's output; in a group of layers that read each other's latents, on
-            inputs that the earlier layers' slices have changed.
+        rank: number of latents of the slice.
+        ranks: number of latents in each block.
+        rope_dim: rotary dimensions that are cached next to the latents.
+        rope_error: None, as no rotary dimension is dropped.
+        latent_error: energy of the dropped latents according to the conversion's report.
+        latent_error_share: ``latent_error`` relative to the energy before slicing.
+        measured: relative error of the attention's output. In a group of layers that read each other's latents, the
+            inputs already contain the errors of earlier layers.
     """
 
     layer: int
@@ -52,16 +52,16 @@ class SlicedLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Heads of :meth:`cells`."""
+        """Return the column heads of :meth:`cells`."""
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the row, for people."""
+        """Return the values of the layer's row in the printed table."""
         return self.rank, self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
 
 class Slice(Structure[OwnSource, SliceSettings]):
-    """The first latents of every block of what ``--to lowrank``, ``crosslayer`` (cascade) or ``mla`` made."""
+    """Slice of a result of ``--to lowrank``, ``crosslayer`` (cascade) or ``mla``: the first latents of every block."""
 
     supports_multimodal = True
 
@@ -77,11 +77,11 @@ class Slice(Structure[OwnSource, SliceSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: SliceSettings) -> OwnSource:
-        """A checkpoint of the custom model class, or of stock MLA."""
+        """Open a checkpoint of the custom model class or of stock MLA."""
         return OwnSource.open(reader, settings)
 
     def forecast(self) -> Forecast:
-        """Forecast the first way to spend the budget; all take the same bytes."""
+        """Forecast the slice with the first candidate allocation; all candidates have the same KV bytes."""
         opened, ranks = self.opened, self._candidates[next(iter(self._candidates))]
         smaller, dtype = self._whole.sliced(ranks), opened.weight_dtype
         kv_bytes = kv_bytes_of(smaller.config, dtype)(1)
@@ -95,14 +95,14 @@ class Slice(Structure[OwnSource, SliceSettings]):
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Measures the candidates and takes the best."""
+        """Measure the candidate allocations and choose the best."""
         stream, held_out, size = self.opened.stream, work.texts.held_out, self.settings.batch_size
         self._measured = measure_slices(stream, self._whole, self._candidates, held_out, size, work.progress)
         self._ranks = self._candidates[self._measured.best]
         return planned_tensors(self.opened.reader, self._whole, self._ranks)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Cuts every layer's tensors."""
+        """Slice and write the tensors of every layer."""
         opened, whole, measured, origin = self.opened, self._whole, self._measured, self._origin
         for layer in work.layers("slice"):
             for name, tensor in sliced_tensors(opened.reader, whole, layer, self._ranks).items():
@@ -122,7 +122,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
 
 
 def _target(smaller: LatentModel, origin: Origin, bytes_per_token: float) -> dict:
-    """Return the target of the origin's report with the new ranks."""
+    """Return the origin's report entry of the target with the new ranks."""
     ranks = [sum(blocks) for blocks in smaller.ranks]
     target = {**origin.target, "sliced": True, "ratio_to_original": bytes_per_token / origin.source_bytes}
     if "ranks" in target:
