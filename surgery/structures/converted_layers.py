@@ -20,11 +20,7 @@ class ConvertedLayers(LayerFiles):
         super().__init__("converted", parent)
 
     def save(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
-        """Save the new tensors of a layer.
-
-        Raises:
-            SurgeryError: the disk is full.
-        """
+        """Save the new tensors of a layer; raise SurgeryError if the disk is full."""
         path = self._path(layer, ".safetensors")
         with disk_errors(path):
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)

@@ -1,11 +1,9 @@
 """Steps that every conversion runs.
 
-1. Open the source and check everything that needs no computation.
-2. Read the texts.
-3. The structure gathers statistics, allocates its budget and converts the layers.
-4. Copy all tensors outside attention.
-5. Reload the written files, run them and compare them with the simulation.
-6. Write the report and move the output to its final path.
+1. Open the source, check everything that needs no computation, and read the texts.
+2. The structure gathers statistics, allocates its budget and converts the layers.
+3. Copy all tensors outside attention; reload the written files, run them and compare them with the simulation.
+4. Write the report and move the output to its final path.
 """
 
 from __future__ import annotations

@@ -25,12 +25,7 @@ def keep_layers() -> Any:
 
 
 def kept_layers(spec: str, windows: Sequence[int | None], stateful: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Return the layers that stay unchanged.
-
-    Args:
-        spec: value of the setting ``keep_layers``.
-        windows: sliding window of every layer, None for full attention.
-        stateful: layers with a recurrent state, which always stay.
+    """Return the unchanged layers: those of the setting ``spec``, given every layer's window, and ``stateful`` ones.
 
     Raises:
         SurgeryError: ``spec`` names a layer that the model does not have, or all layers.

@@ -5,8 +5,8 @@ One byte budget is allocated over the rows of all layers (:mod:`surgery.transfor
 1. Energies predict the loss of each layer to second order, and give a first allocation.
 2. The real loss is several times larger, by a factor that differs between layers. It is measured for one converted
    layer at a time, and the budget is allocated again with energies scaled by these factors.
-3. A layer that then gets fewer bytes may lose far more than its factor predicts. It is measured again, the larger
-   factor is used, and the budget is allocated a last time.
+3. A layer that then gets fewer bytes may lose far more than its factor predicts. Layers are measured again, and the
+   budget is allocated a last time by the larger of both factors.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ RELATIVE_FLOOR = 1e-9  # relative to the largest eigenvalue; directions below it
 
 
 SHARED = 1_280
-"""Matrix size n from which two threads find eigenvalues faster than one. Smaller matrices lose more to synchronization:
-two threads took 59 ms against 13 ms on one (n = 384), 379 against 159 (1,152) and 812 against 1,122 (2,304)."""
+"""Matrix size n from which two threads find eigenvalues faster than one.
+Smaller matrices lose more to synchronization: two threads took 59 ms against 13 ms on one (n = 384), 379 against 159
+(1,152) and 812 against 1,122 (2,304)."""
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,10 +61,9 @@ def psd_powers(matrix: Tensor, exponents: tuple[float, ...], floor: float = RELA
 
 
 def left_root(matrix: Tensor) -> Tensor:
-    """Compute R with ``R Rᵀ = matrix``, a positive definite matrix [n, n].
+    """Compute R with ``R Rᵀ = matrix`` [n, n].
 
-    R is the Cholesky factor, which takes a tenth of the time of the symmetric root. The symmetric root is the fallback
-    if rounding made the matrix indefinite.
+    Cholesky takes a tenth of the time of the symmetric root, the fallback if rounding made the matrix indefinite.
     """
     root, failed = torch.linalg.cholesky_ex(matrix.to(solver_of(matrix)))
     return psd_powers(matrix, (0.5,))[0] if failed else root.to(matrix.device)

@@ -77,12 +77,9 @@ class GroupMaps:
 def moments_of_heads(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weighted: bool) -> GroupMoments:
     """Compute the moments and metrics of all heads of a layer.
 
-    Args:
-        weighted: use the second moments of the loss gradients as metrics. Without gradients, keys are weighted by the
-            energy of the queries and values by ``W_oᵀ W_o``. False: plain errors.
-
-    Only with gradients do keys and values share a unit, the loss. Otherwise both metrics are scaled so that errors are
-    relative.
+    With ``weighted``, metrics are the second moments of the loss gradients. If there are no gradients, keys are
+    weighted by the energy of the queries and values by ``W_oᵀ W_o``. Otherwise metrics are plain errors. Without
+    gradients keys and values share no unit, and both metrics are scaled so that errors are relative.
     """
     groups, width = anatomy.kv_heads, anatomy.value_dim
     keys = groups * anatomy.head_dim

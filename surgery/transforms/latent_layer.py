@@ -31,7 +31,7 @@ def interleaving(rope_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentLayer:
-    """One attention layer in latent form; queries, norms, scale and window stay those of ``source``."""
+    """One attention layer in latent form; queries, norms, scale and window come from ``source``."""
 
     source: AttentionAnatomy
     down: Tensor  # [r + ρ, D]
@@ -74,8 +74,7 @@ class LatentLayer:
         """Compress inputs ``x`` [B, T, D] to latents [B, T, r] and rotated keys [B, T, ρ].
 
         Args:
-            read: maps the cached values [B, T, r + ρ], before RoPE, to the values that a lossy cache returns; None for
-                a lossless cache.
+            read: function from cached values [B, T, r + ρ] before RoPE to those that a lossy cache returns, or None.
         """
         cached = nn.functional.linear(x, self.down, self.down_bias)
         cached = cached if read is None else read(cached)
@@ -89,10 +88,7 @@ class LatentLayer:
         return torch.cat([content, rotate(rope, self._phase(x))], dim=-1)
 
     def attend(self, x: Tensor, read: Read | None = None) -> Tensor:
-        """Compute attention outputs per head [B, T, H, e] of a causal prompt, before the output projection.
-
-        ``read`` as for :meth:`compress`.
-        """
+        """Compute head outputs [B, T, H, e] before the output projection; ``read`` as for :meth:`compress`."""
         latent, positional = self.compress(x, read)
         gain = self.source.project_key_gain(x)
         if gain is not None:

@@ -37,9 +37,7 @@ FIRST_WEIGHT = 1.0
 
 @dataclass(frozen=True)
 class Unpredicted:
-    """Residual z - R ĉ of a layer's bias-free keys and values that earlier layers do not predict; float64.
-
-    Keys are taken before their norm.
+    """Residual z - R ĉ of a layer's bias-free keys, before their norm, and values, given earlier layers; float64.
 
     Attributes:
         blocks: heads that share latents; the blocks' ranks are not set yet.
@@ -58,10 +56,7 @@ class Unpredicted:
     mean: Tensor
 
     def in_row(self, anatomy: AttentionAnatomy, rows: Sequence[Runs]) -> LowRankLayer:
-        """Build the layer with latents in the order of a packed row; ``rows`` holds the runs of each block.
-
-        Channels without a latent are zero.
-        """
+        """Build the layer with latents in the order of a packed row of these runs per block, padded with zeros."""
         width, orders = len(self.mean), [torch.tensor(unit_order(runs)) for runs in rows]
         down, up = self.mean.new_zeros(sum(map(len, orders)), width), self.mean.new_zeros(width, sum(map(len, orders)))
         start = 0

@@ -1,14 +1,9 @@
 """Quantized MLA: nearly all components are kept, and bits are allocated to each by its energy.
 
-Steps per layer:
-
-1. Change to the loss-weighted complex basis of the keys (:func:`surgery.transforms.mla.key_basis`, exact). All
-   components keep RoPE.
-2. Compute a latent of the values in the same metric.
-3. Pack both into a row (:mod:`surgery.transforms.row_allocation`).
-4. Fit the mean and the step of every channel to calibration text.
-
-Keys and values need no rebuilding when they are read, and no approximation depends on the distance of tokens.
+The keys of a layer change to their loss-weighted complex basis (:func:`surgery.transforms.mla.key_basis`, exact), and
+all components keep RoPE. The values get a latent in the same metric. Both are packed into a row
+(:mod:`surgery.transforms.row_allocation`), with means and steps of every channel fitted to calibration text. Keys and
+values need no rebuilding when they are read, and no approximation depends on the distance of tokens.
 """
 
 from __future__ import annotations

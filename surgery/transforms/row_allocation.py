@@ -76,8 +76,8 @@ MOVES = np.array(
         for sign in (1, -1)
     ]
 )
-"""Moves of the search, in order: changes of the granule counts that shift 4 or 1 granules between two patterns, or add
-or remove them, [moves, patterns]."""
+"""Moves of the search, in order, as changes of the granule counts, [moves, patterns].
+Each shifts 4 or 1 granules between two patterns, or adds or removes them."""
 
 
 class _Search:

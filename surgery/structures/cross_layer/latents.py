@@ -46,11 +46,7 @@ class LatentSource(OwnSource):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
-        """Open the checkpoint.
-
-        Raises:
-            SurgeryError: the method is not xkv, or a layer is not MLA or has a sliding window.
-        """
+        """Open the checkpoint; raise SurgeryError if the method is not xkv, or a layer not MLA with full attention."""
         if settings.method != "xkv":
             raise SurgeryError.at(reader.path, f"latents are shared by method xkv, not {settings.method}")
         opened = super().open(reader, settings)

@@ -223,8 +223,8 @@ def plan_groups(
     deeper half of the model.
 
     Raises:
-        SurgeryError: the family's layers or positions do not allow a shared cache, a layer has a sliding window or a
-            recurrent state, the budget is impossible, or the method does not have a setting.
+        SurgeryError: the family or a layer does not support a shared cache, the budget is impossible, or the method
+            does not have a setting.
     """
     if not opened.family.forwards_kwargs:
         raise SurgeryError(

@@ -110,8 +110,7 @@ def plan_heads(
     """Compute the plan of full and streaming heads from the settings.
 
     Raises:
-        SurgeryError: the pattern is for a model of a different shape or names no tokens, compensated heads would share
-            a latent, or no head streams under the budget.
+        SurgeryError: the pattern does not fit the model, compensated heads share a latent, or no head streams.
     """
     shape = model.layers, model.kv_heads
     sinks, recent = settings.sinks, settings.recent

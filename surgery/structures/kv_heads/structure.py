@@ -329,7 +329,6 @@ def _merge(
 
 
 def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, TensorSpec]:
-    """Return the specs of all output tensors, in the source's order."""
     reader = opened.reader
     attention: dict[str, TensorSpec] = {}
     for layer in range(opened.layers):

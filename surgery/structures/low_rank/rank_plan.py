@@ -81,7 +81,6 @@ def _of_all_layers(blocks: Sequence[tuple], layers: list[int], count: int) -> tu
 
 
 def _with_ranks(blocks: tuple[Blocks, ...], ranks: Sequence[int]) -> tuple[Blocks, ...]:
-    """Replace the rank of every block of every layer."""
     remaining = iter(ranks)
     return tuple(tuple(replace(block, rank=next(remaining)) for block in layer) for layer in blocks)
 

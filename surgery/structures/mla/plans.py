@@ -118,14 +118,11 @@ class Planner:
     def spread(self, splits: list[mla.Split], progress: Progress) -> list[MLAPlan]:
         """Plan frequencies and a rank for each layer by their predicted loss, within one budget for all layers.
 
-        The method must have lags and gradients.
+        The method must have lags and gradients. Returns one plan per weight of ROTATION_WEIGHTS.
 
         Args:
-            splits: candidate splits of a layer's mean budget. With a single split, all layers have its rotary
-                dimensions, and only ranks differ.
-
-        Returns:
-            One plan per weight of ROTATION_WEIGHTS; one plan for a single split.
+            splits: candidate splits of a layer's mean budget. A single one fixes the rotary dimensions of all layers,
+                gives a single plan, and lets only ranks differ.
         """
         width = splits[0].rope_dim + splits[0].rank
         options: dict[int, list[tuple[Tensor, Choice]]] = {}

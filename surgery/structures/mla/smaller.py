@@ -205,8 +205,7 @@ def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
     """Compute the rank of the result, by default half of the source's.
 
     Raises:
-        SurgeryError: the rank is odd, too small or not less than the source's, the settings conflict, or they change
-            the rotary dimensions.
+        SurgeryError: the rank is odd or out of range, or the settings conflict or change the rotary dimensions.
     """
     if settings.rope_dim not in (None, rope_dim):
         raise SurgeryError(

@@ -187,11 +187,9 @@ class MLA(Structure[Source, ConvertSettings]):
         )
 
     def _choose(self, work: ConversionContext) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
-        """Choose the plan of least held-out loss.
+        """Choose the plan of least held-out loss; return it, all tried plans with their losses, and an engine's cost.
 
-        Returns:
-            The plan; all tried plans with their losses; and for the report the loss that an engine's limits cost,
-            against the best plan of the same budget without these limits.
+        The cost, for the report, compares with the best plan of the same budget without the engine's limits.
         """
         opened, settings, held_out = self.opened, self.settings, work.texts.held_out
         planner = Planner(mla.METHODS[settings.method], opened, work.library, settings.rope_frequencies, self.kept)

@@ -27,9 +27,7 @@ class MeasuredSlice:
         best: name of the best candidate.
         losses: held-out losses of all candidates; None without text.
         before: score of the whole checkpoint.
-        score: score of the best candidate.
-        hidden: final hidden states of the best candidate, [N, T, D].
-        errors: errors of the best candidate, by layer.
+        score, hidden, errors: of the best candidate, its score, final hidden states [N, T, D] and errors by layer.
     """
 
     best: str

@@ -92,7 +92,7 @@ def plan_slice(
     Raises:
         SurgeryError: the budget is not less than the checkpoint's bytes or leaves a block without a latent, or the
             allocation is impossible.
-        ValueError: the report has fewer energies than the checkpoint has latents.
+        ValueError: the report does not fit the checkpoint.
     """
     if allocate == "spectrum" and model.stock:
         raise SurgeryError.at(path, "stock deepseek_v3 has one rank for all layers: --allocate uniform")
