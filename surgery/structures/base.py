@@ -254,21 +254,21 @@ class Structure(ABC, Generic[Opened, Settings]):
         )
 
 
-def _check_multimodal(reader: CheckpointReader, can: bool) -> None:
+def _check_multimodal(reader: CheckpointReader, supported: bool) -> None:
     kind = reader.stored_config["model_type"]
     if kind not in HOLD_CUSTOM:
         raise SurgeryError(
             f"{kind} is a vision-language model, and this target's class holds a language model alone. Convert --to "
-            f"{_targets_that('keeps_class')}, which keeps the source's class"
+            f"{_targets_with('keeps_class')}, which keeps the source's class"
         )
-    if not can:
+    if not supported:
         raise SurgeryError(
             f"{kind} is a vision-language model, which this target cannot write. Convert --to "
-            f"{_targets_that('supports_multimodal')}"
+            f"{_targets_with('supports_multimodal')}"
         )
 
 
-def _targets_that(attribute: str) -> str:
+def _targets_with(attribute: str) -> str:
     """Join the names of all targets whose structures have the attribute, for a message."""
     targets = TARGETS.working().values()
     *names, last = [each.name for each in targets if not each.fixed and getattr(each.structure(), attribute)]

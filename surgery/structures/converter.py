@@ -74,18 +74,18 @@ def convert(request: ConversionRequest, *, shared: bool = False, progress: Progr
         SurgeryError: bad input or an impossible request; no files are left behind.
         ProcessLost: another process has ended; finished work is kept.
     """
-    together = Processes(cpu=True, alone=not shared)  # exchanged tensors are on the CPU
-    progress = progress if progress and together.is_main else Progress(silent=True)
-    if not together.is_main:
-        device = process_device(request.settings.device, together)
+    processes = Processes(cpu=True, alone=not shared)  # exchanged tensors are on the CPU
+    progress = progress if progress and processes.is_main else Progress(silent=True)
+    if not processes.is_main:
+        device = process_device(request.settings.device, processes)
         own = replace(request.settings, device=str(device))
         request = replace(request, settings=own)
-    return _convert(request, together, progress)
+    return _convert(request, processes, progress)
 
 
-def _convert(request: ConversionRequest, together: Processes, progress: Progress) -> Conversion | None:
+def _convert(request: ConversionRequest, processes: Processes, progress: Progress) -> Conversion | None:
     settings = request.settings
-    structure, out = together.first_on_main(lambda: open_request(request, progress))
+    structure, out = processes.first_on_main(lambda: open_request(request, progress))
     if stored := structure.opened.reader.dequantised_from:
         dtype = str(structure.opened.weight_dtype).removeprefix("torch.")
         which = "of attention alone" if asked_to_keep(settings) else "all of them"
@@ -94,29 +94,29 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
         progress.note(
             f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
         )
-    with ExitStack() as at_end:
-        at_end.enter_context(factorizing_on(structure.opened.stream.device))
-        if together.is_main:
-            carried = at_end.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
+    with ExitStack() as stack:
+        stack.enter_context(factorizing_on(structure.opened.stream.device))
+        if processes.is_main:
+            carried = stack.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
             if carried.left_out:
                 progress.note(f"files that the result does not take over: {', '.join(summary(carried.left_out))}")
         with progress.step(1, STEPS):
-            texts = together.from_main(lambda: load_texts(structure.opened, settings, progress))
-        if not together.is_main:
-            _have_share(structure, settings, texts, together)
+            texts = processes.from_main(lambda: load_texts(structure.opened, settings, progress))
+        if not processes.is_main:
+            _run_share(structure, settings, texts, processes)
             return None
         forecast = structure.forecast()
         progress.expect(Workload.of(structure.opened, settings, texts.counts(), forecast.demand).phase_flops())
         facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
-        anew = {"overwrite": request.overwrite, "restart": request.restart}
+        modes = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
-            unfinished = at_end.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **anew))
+            unfinished = stack.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **modes))
         folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again once the tensors are final, but that may be hours from here.
         stored_parts = kept_matrices(structure.opened.reader, settings, forecast.tensors)
         staging.check_space(sum(spec.nbytes for spec in in_parts(forecast.tensors, stored_parts).values()))
-        work = ConversionContext.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, together)
-        together.from_main(lambda: folder)
+        work = ConversionContext.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, processes)
+        processes.from_main(lambda: folder)
         with progress.step(2, STEPS):
             structure.gather(work)
         with progress.step(3, STEPS):
@@ -136,10 +136,10 @@ def _convert(request: ConversionRequest, together: Processes, progress: Progress
     return Conversion(writer.out, report, str(request.source))
 
 
-def _have_share(structure: Structure, settings: ConversionSettings, texts: Texts, together: Processes) -> None:
+def _run_share(structure: Structure, settings: ConversionSettings, texts: Texts, processes: Processes) -> None:
     """Run this process's share of the calibration, in the folder of the main process."""
-    snapshots = Snapshots(together.from_main(Path))
-    work = ConversionContext.in_folder(snapshots, structure.opened, settings, texts, Progress(silent=True), together)
+    snapshots = Snapshots(processes.from_main(Path))
+    work = ConversionContext.in_folder(snapshots, structure.opened, settings, texts, Progress(silent=True), processes)
     structure.gather(work)
 
 

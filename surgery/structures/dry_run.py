@@ -104,8 +104,8 @@ def plan_conversion(
     parts = kept_matrices(opened.reader, settings, forecast.tensors)
     refusal = None
     try:  # the constructor checks the output and writes nothing
-        asked_of_files = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite, "parts": parts}
-        CheckpointWriter(out, forecast.tensors, **asked_of_files)
+        writer_options = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite, "parts": parts}
+        CheckpointWriter(out, forecast.tensors, **writer_options)
     except NoSpace as error:
         refusal = str(error)
 
@@ -194,10 +194,10 @@ def requested_tokens(opened: Source | OwnSource, settings: ConversionSettings) -
 
 
 def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -> dict[str, int]:
-    beside = sum(path.stat().st_size for path in opened.reader.sidecars())
+    sidecars = sum(path.stat().st_size for path in opened.reader.sidecars())
     free = free_bytes(out.parent)
     return {
-        "output_bytes": weights + beside + REPORT_BYTES,
+        "output_bytes": weights + sidecars + REPORT_BYTES,
         "output_free_bytes": free,
         "boundary_bytes": work.boundary_bytes,
         "statistics_bytes": work.statistics_bytes,

@@ -37,8 +37,8 @@ def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings
     try:
         report = json.loads((out / REPORT).read_text(encoding="utf-8"))
         recorded = {field.name: report["settings"].get(field.name, field.default) for field in fields(settings)}
-        places = {"keep_statistics": settings.keep_statistics}
-        same = json.loads(json.dumps(recorded | places)) == json.loads(json.dumps(settings.to_dict()))
+        paths = {"keep_statistics": settings.keep_statistics}
+        same = json.loads(json.dumps(recorded | paths)) == json.loads(json.dumps(settings.to_dict()))
         same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
         if (heads := getattr(settings, "heads", None)) is not None:
             same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256

@@ -252,7 +252,7 @@ class PackedRows(Structure[Source, Settings]):
         self._factors = dict.fromkeys(self.layers, 1.0)
         plans = self._likely()
         spectra = self._spectra(work, plans)
-        plans = self._spend(spectra)
+        plans = self._allocate(spectra)
         rounds = ROUNDS if work.texts.held_out.texts else 0
         with work.progress.phase("measure what each layer loses", rounds * self.opened.layers) as advance:
             for number in range(rounds):
@@ -261,7 +261,7 @@ class PackedRows(Structure[Source, Settings]):
                     predicted = sum(map(row_cost, spectra[layer].sections(), plans[layer])) / 2  # energies: 2 × loss
                     factor = min(measured[layer] / max(predicted, 1e-30), LARGEST_FACTOR)
                     self._factors[layer] = factor if not number else max(factor, self._factors[layer])
-                plans = self._spend(spectra)
+                plans = self._allocate(spectra)
         self.plans = plans
         return self.planned_tensors(plans)
 
@@ -289,7 +289,7 @@ class PackedRows(Structure[Source, Settings]):
             advance,
         )
 
-    def _spend(self, spectra: dict[int, Spectra]) -> Plans:
+    def _allocate(self, spectra: dict[int, Spectra]) -> Plans:
         """Allocate the rows of every layer, with energies scaled by the layer's factor."""
         sections = {layer: each.sections(self._factors[layer]) for layer, each in spectra.items()}
         budget = int(self.row_budget * len(self.layers))

@@ -45,8 +45,8 @@ def single_layer_divergences(
     divergences, count = dict.fromkeys(states, 0.0), tokens.numel()
     rows = source.flatten(0, 1).split(TOKENS_AT_ONCE)
     for place, reference in enumerate(rows):
-        of_source = stream.logits(reference).float().log_softmax(-1)
+        log_probs = stream.logits(reference).float().log_softmax(-1)
         for index, hidden in states.items():
             converted = stream.logits(hidden.flatten(0, 1).split(TOKENS_AT_ONCE)[place]).float().log_softmax(-1)
-            divergences[index] += float((of_source.exp() * (of_source - converted)).sum(dtype=torch.float64)) / count
+            divergences[index] += float((log_probs.exp() * (log_probs - converted)).sum(dtype=torch.float64)) / count
     return divergences

@@ -25,18 +25,18 @@ Smaller matrices lose more to synchronization: two threads took 59 ms against 13
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``torch.linalg.eigh`` on the solver's device, on one thread if that is faster."""
-    with torch_threads(_worth(matrix)):
+    with torch_threads(_thread_count(matrix)):
         values, vectors = torch.linalg.eigh(matrix.to(solver_of(matrix)))
         return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:
     """Compute ``torch.linalg.eigvalsh`` on the solver's device, on one thread if that is faster."""
-    with torch_threads(_worth(matrix)):
+    with torch_threads(_thread_count(matrix)):
         return torch.linalg.eigvalsh(matrix.to(solver_of(matrix))).to(matrix.device)
 
 
-def _worth(matrix: Tensor) -> int:
+def _thread_count(matrix: Tensor) -> int:
     return 1 if matrix.shape[-1] < SHARED else torch.get_num_threads()
 
 

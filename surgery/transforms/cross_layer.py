@@ -163,9 +163,9 @@ class SimulatedGroup:
                 sums += [(z - rebuilt).double().square().sum(), z.double().square().sum()]
         error, energy = torch.zeros(2, len(widths), dtype=torch.float64)
         if sums:
-            for of_member in torch.stack(sums).cpu().view(-1, len(widths), 2):
-                error += of_member[:, 0]
-                energy += of_member[:, 1]
+            for member_sums in torch.stack(sums).cpu().view(-1, len(widths), 2):
+                error += member_sums[:, 0]
+                energy += member_sums[:, 1]
         return tuple((error / energy.clamp_min(torch.finfo(torch.float64).tiny)).tolist())
 
 

@@ -64,7 +64,7 @@ def pad_groups(anatomy: AttentionAnatomy, counts: Sequence[int], size: int) -> A
         anatomy: a layer with ``len(counts)`` KV heads and ``sum(counts)`` query heads.
         size: query heads per group of the result.
     """
-    places = torch.tensor(
+    positions = torch.tensor(
         [i * size + j for i, count in enumerate(counts) for j in range(count)], device=anatomy.q.device
     )
     heads = len(counts) * size
@@ -72,7 +72,7 @@ def pad_groups(anatomy: AttentionAnatomy, counts: Sequence[int], size: int) -> A
     def spread(tensor: Tensor, dim: int) -> Tensor:
         shape = list(tensor.shape)
         shape[dim] = heads
-        return tensor.new_zeros(shape).index_copy(dim, places, tensor)
+        return tensor.new_zeros(shape).index_copy(dim, positions, tensor)
 
     return replace(
         anatomy,

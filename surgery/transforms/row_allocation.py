@@ -163,12 +163,12 @@ def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GR
         middle = (low + high) / 2
         spent = sum(search.settle(math.exp(middle)) for search in searches)
         low, high = (middle, high) if spent > budget else (low, middle)
-    _save(searches, sum(search.settle(math.exp(high)) for search in searches) - budget, granule)
-    _spend(searches, budget - sum(search.bytes for search in searches), granule)
+    _take_back(searches, sum(search.settle(math.exp(high)) for search in searches) - budget, granule)
+    _spend_rest(searches, budget - sum(search.bytes for search in searches), granule)
     return [search.runs() for search in searches]
 
 
-def _save(searches: list[_Search], excess: int, granule: int) -> None:
+def _take_back(searches: list[_Search], excess: int, granule: int) -> None:
     """Take back the bytes beyond the budget, granule by granule, at the least cost."""
     changes = [search.changes(-1) for search in searches]
     while excess > 0:
@@ -176,7 +176,7 @@ def _save(searches: list[_Search], excess: int, granule: int) -> None:
         excess -= granule
 
 
-def _spend(searches: list[_Search], rest: int, granule: int) -> None:
+def _spend_rest(searches: list[_Search], rest: int, granule: int) -> None:
     """Spend the remaining bytes, granule by granule, at the largest gain."""
     changes = [search.changes(1) for search in searches]
     while rest >= granule and min(cost for cost, _ in changes) < 0:

@@ -25,7 +25,7 @@ class Cascade(LowRank):
 
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        self.asked = _of_one_layer(settings)
+        self.asked = _layer_settings(settings)
         self.earlier = _earlier_layers(opened, settings, self.kept)
 
     def gather(self, work: ConversionContext) -> None:
@@ -48,7 +48,7 @@ class QuantizedCascade(QuantizedRows):
         self.earlier = _earlier_layers(opened, settings, self.kept)
 
 
-def _of_one_layer(settings: CrossLayerSettings) -> LowRankSettings:
+def _layer_settings(settings: CrossLayerSettings) -> LowRankSettings:
     """Return the low-rank settings of the layers of a cascade."""
     names = {field.name for field in fields(LowRankSettings)}
     values = {name: value for name, value in settings.to_dict().items() if name in names}

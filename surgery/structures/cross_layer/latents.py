@@ -128,7 +128,7 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
             for (start, stop), rank in zip(self._groups, self._ranks, strict=True):
                 moment = _joint_moment(opened, work.store, start, stop, settings.batch_size)
                 basis = shared_basis(moment, self._metrics[start:stop], rank)
-                reports.append(_carry(opened, start, stop, basis, runs, settings))
+                reports.append(_run_stages(opened, start, stop, basis, runs, settings))
                 for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
                     prefix = ATTENTION_PREFIX.format(layer=start + place)
                     writer.write(prefix + "basis_down", down.to(dtype).contiguous())
@@ -198,16 +198,16 @@ def _metrics(
                 outputs: list[Tensor] = []
                 down = layer.model.layers[0].self_attn.kv_down
                 down.register_forward_hook(lambda module, inputs, output, outputs=outputs: outputs.append(output))
-                entered = store.load(index)
-                for rows, above in zip(entered.split(size), upstream.split(size), strict=True):
+                boundary = store.load(index)
+                for rows, row_gradients in zip(boundary.split(size), upstream.split(size), strict=True):
                     leaf = rows.to(stream.device, stream.dtype).requires_grad_()
                     outputs.clear()
                     out = layer(leaf)
-                    gradient, latent = torch.autograd.grad(out, (leaf, outputs[0]), above.to(out))
+                    gradient, latent = torch.autograd.grad(out, (leaf, outputs[0]), row_gradients.to(out))
                     flat = latent[..., :rank].flatten(0, 1)
                     metric += precision.gram(flat)
-                    above.copy_(gradient)
-                    give_back(entered, upstream)
+                    row_gradients.copy_(gradient)
+                    give_back(boundary, upstream)
             metrics.append(damp(metric.cpu() / tokens.numel(), METRIC_DAMPING))
             advance()
     return metrics[::-1]
@@ -232,7 +232,7 @@ def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: 
 
 
 @torch.no_grad()
-def _carry(
+def _run_stages(
     opened: LatentSource,
     start: int,
     stop: int,
@@ -247,8 +247,8 @@ def _carry(
         members = [SimulatedLatents(layer.self_attn, *recent) for layer in layers.model.layers]
         group = SimulatedGroup(members, basis.to(stream.device, stream.dtype).rebuild)
         sample = runs.sample()
-        want = layers(sample)
-        error = float((group.run(layers, sample) - want).norm() / (want - sample).norm())
+        expected = layers(sample)
+        error = float((group.run(layers, sample) - expected).norm() / (expected - sample).norm())
         (group_error,) = group.errors()
         for rows in hidden[SHARED].split(settings.batch_size):
             rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))
@@ -265,7 +265,7 @@ class SimulatedLatents(SimulatedMember):
         super().__init__(block, sinks, window)
         # A namespace, so that the replaced module does not become a submodule.
         self._own = SimpleNamespace(attention=attention)
-        self._beside: Tensor | None = None
+        self._positional: Tensor | None = None
 
     @property
     def parts(self) -> list[int]:
@@ -275,27 +275,27 @@ class SimulatedLatents(SimulatedMember):
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         own = self._own.attention
         if self.exact is None:
-            self._beside = None
+            self._positional = None
         first = 0 if self.exact is None else self.exact.shape[1]
         tokens = hidden_states.shape[1]
         cos, sin = own.rotary(torch.arange(first, first + tokens, device=hidden_states.device)[None])
         latent, rope = own.kv_down(hidden_states).split((own.kv_lora_rank, own.rope_dim), dim=-1)
-        beside = rotate_pairs(rope[:, None], cos, sin)[:, 0]
+        positional = rotate_pairs(rope[:, None], cos, sin)[:, 0]
         if own.key_norm_eps is not None:
             keys = own.k_proj(hidden_states).unflatten(-1, (own.key_gains, -1))
             gain = (keys.square().mean(-1) + own.key_norm_eps).rsqrt()
-            beside = torch.cat([beside, gain], dim=-1)
-        self._beside = beside if self._beside is None else torch.cat([self._beside, beside], dim=1)
+            positional = torch.cat([positional, gain], dim=-1)
+        self._positional = positional if self._positional is None else torch.cat([self._positional, positional], dim=1)
         read, place, visible = self._read(latent)
-        beside = self._beside[:, place]
+        positional = self._positional[:, place]
 
         query = own.q_proj(hidden_states).unflatten(-1, (own.num_heads, own.head_dim))
         query = normalize_heads(own.q_norm, query)
         query = torch.einsum("bthd,hdk->bhtk", query, own.query_up)
         content, turned = query.split((own.kv_lora_rank, own.rope_dim), dim=-1)
-        logits = content @ read.mT[:, None] + rotate_pairs(turned, cos, sin) @ beside[:, None, :, : own.rope_dim].mT
+        logits = content @ read.mT[:, None] + rotate_pairs(turned, cos, sin) @ positional[:, None, :, : own.rope_dim].mT
         if own.key_norm_eps is not None:
-            gain = beside[..., own.rope_dim :].mT  # [B, G, K]
+            gain = positional[..., own.rope_dim :].mT  # [B, G, K]
             logits = logits * gain.repeat_interleave(own.num_key_value_groups, dim=1)[:, :, None]
         cap, sinks = (getattr(at, name, None) for at, name in ((own.config, "attn_logit_softcapping"), (own, "sinks")))
         weights = Softmax(own.scaling, cap, sinks).weights(logits, visible)

@@ -89,7 +89,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         entry = self._entries[self._groups.index((group.start, group.stop))]
         basis = self._basis(work, group.start, group.stop, entry.rank)
         with self.opened.stream.block(group.start, group.stop) as layers:
-            simulated = self._simulated(group.start, group.stop, basis.to(*self._where).rebuild, self.settings.block)
+            simulated = self._simulated(group.start, group.stop, basis.to(*self._to_args).rebuild, self.settings.block)
             _run(self.opened.stream, layers, simulated, hidden, self.settings.batch_size)
         return hidden
 
@@ -103,7 +103,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             model_type=MODEL_TYPE,
             reasons=[REASON],
             demand=Demand(
-                cached=self._numbers(self._entries[0]) // (self._groups[0][1] - self._groups[0][0]),
+                cached=self._cached_elements(self._entries[0]) // (self._groups[0][1] - self._groups[0][0]),
                 statistics=self.settings.method == "xkv",
                 gradients=True,
             ),
@@ -133,7 +133,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 group = next((i for i, span in enumerate(self._groups) if span == (start, stop)), None)
                 basis, report = self._convert(start, stop, None if group is None else self._entries[group], work, runs)
                 if basis is not None:
-                    for name, tensor in self._written(group, basis).items():
+                    for name, tensor in self._new_tensors(group, basis).items():
                         writer.write(name, tensor)
                 reports += [report] if report else []
                 advance(stop - start)
@@ -146,7 +146,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             own_class=True,
         )
 
-    def _written(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:
+    def _new_tensors(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:
         """Return the new tensors of a group, for MLA scaled to cached latents, which include the norm's weight."""
         opened, layers = self.opened, range(*self._groups[group])
         if not self._latent:
@@ -161,14 +161,14 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         basis, rebuild = None, None
         if isinstance(entry, CrossLayerEntry):
             basis = self._basis(work, start, stop, entry.rank)
-            rebuild = basis.to(*self._where).rebuild
+            rebuild = basis.to(*self._to_args).rebuild
         elif entry is not None:
             rebuild = merged_pair(self.opened.first.kv_heads, entry.kept, entry.interpolation)
-        measured, errors = self._carry(start, stop, rebuild, runs)
+        measured, errors = self._run_stages(start, stop, rebuild, runs)
         if entry is None:
             return None, None
         error = None if basis is None else basis.error
-        return basis, GroupReport(f"{start}-{stop - 1}", (self._numbers(entry),), 0, *errors, error, measured)
+        return basis, GroupReport(f"{start}-{stop - 1}", (self._cached_elements(entry),), 0, *errors, error, measured)
 
     def _basis(self, work: ConversionContext, start: int, stop: int, rank: int) -> SharedBasis:
         """Compute the basis of method xkv from calibration text."""
@@ -178,22 +178,22 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return shared_basis(moment, metrics, rank)
 
     @property
-    def _where(self) -> tuple[torch.device, torch.dtype]:
+    def _to_args(self) -> tuple[torch.device, torch.dtype]:
         """Device and dtype in which layers run."""
         return self.opened.stream.device, self.opened.stream.dtype
 
     def _simulated(self, start: int, stop: int, rebuild: Rebuild, block: int) -> SimulatedGroup:
-        sources = [self.opened.anatomy(index).to(*self._where) for index in range(start, stop)]
+        sources = [self.opened.anatomy(index).to(*self._to_args) for index in range(start, stop)]
         return SimulatedGroup.of(sources, rebuild, block, sinks=self.settings.sinks, window=self.settings.window)
 
-    def _numbers(self, entry: GroupEntry) -> int:
+    def _cached_elements(self, entry: GroupEntry) -> int:
         if isinstance(entry, MergedPairEntry):
             anatomy = self.opened.first
             return anatomy.kv_width + 4 * anatomy.kv_heads
         return entry.rank
 
     @torch.no_grad()
-    def _carry(
+    def _run_stages(
         self, start: int, stop: int, rebuild: Rebuild | None, runs: StageTracker
     ) -> tuple[dict[str, float], tuple[float, float]]:
         """Run every stage through a group; return the errors of its output by stage, and of keys and values."""
@@ -203,10 +203,10 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             if rebuild is not None:
                 sample = runs.sample()
                 group = self._simulated(start, stop, rebuild, settings.block)
-                want = layers(sample)
-                difference = group.run(layers, sample) - want
+                expected = layers(sample)
+                difference = group.run(layers, sample) - expected
                 group_errors = group.errors() * (2 if self._latent else 1)  # a latent is keys and values
-                errors[SHARED] = float(difference.norm() / (want - sample).norm())
+                errors[SHARED] = float(difference.norm() / (expected - sample).norm())
                 _run(stream, layers, group, hidden[SHARED], settings.batch_size)
             else:
                 stream.run_layer(layers, hidden[SHARED], settings.batch_size)

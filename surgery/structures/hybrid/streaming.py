@@ -77,7 +77,7 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
                 "which heads stream is not said: make a pattern with `surgery heads CKPT` and give it with --heads, or "
                 "let all stream with --streaming 1"
             )
-        model = self._made_of(StreamableModel.of(reader.path, reader.config, opened.config))
+        model = self._with_units(StreamableModel.of(reader.path, reader.config, opened.config))
         self._pattern = None if settings.heads is None else read_pattern(settings.heads)
         self._context = settings.context or opened.config.max_position_embeddings
         if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):
@@ -86,7 +86,7 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
         self._plan = plan_heads(model, self._pattern, settings, self._context, opened.weight_dtype.itemsize)
         self._entries = model.entries(self._plan)
 
-    def _made_of(self, model: StreamableModel) -> StreamableModel:
+    def _with_units(self, model: StreamableModel) -> StreamableModel:
         """Return the model with the units that may stream; by default its heads."""
         return model
 

@@ -21,7 +21,7 @@ from surgery.structures.hybrid.streaming import Streaming, layer_report, measure
 class WholeLayers(Streaming):
     """Conversion to layers with a sliding window next to layers with full context."""
 
-    def _made_of(self, model: StreamableModel) -> StreamableModel:
+    def _with_units(self, model: StreamableModel) -> StreamableModel:
         heads = tuple(range(model.kv_heads))
         return StreamableModel(
             model.config,

@@ -223,13 +223,13 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
 def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
     """Raise SurgeryError if the result would not keep the source's class, which includes the vision tower."""
-    spoken = {
+    options = {
         "--allocate spectrum": settings.allocate == "spectrum",
         f"--carrier {settings.carrier}": settings.carrier != "auto",
         "--method key-norm": settings.method == "key-norm",
         "--engine": settings.engine is not None,
     }
-    for option, is_set in spoken.items():
+    for option, is_set in options.items():
         if is_set:
             raise SurgeryError(
                 f"{option}: not for a vision-language model ({model_type}), which keeps its class and as many heads "

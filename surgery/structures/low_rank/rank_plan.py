@@ -59,8 +59,8 @@ def plan_ranks(
         information = [fisher_information(opened.anatomy(layer), library.load(layer)[0]) for layer in layers]
         pairs = palu_ranks(information, first, total, multiple)
         blocks = [blocks_for(method, first, keys + values, key_rank=keys) for keys, values in pairs]
-        return _of_all_layers(blocks, layers, opened.layers)
-    uniform = _of_all_layers([blocks_for(method, first, rank, multiple=multiple)] * len(layers), layers, opened.layers)
+        return _all_layers(blocks, layers, opened.layers)
+    uniform = _all_layers([blocks_for(method, first, rank, multiple=multiple)] * len(layers), layers, opened.layers)
     comparable = METHODS[method].weighted and library.load(layers[0])[0].tokens > 0
     if settings.allocate == "uniform" or (settings.allocate == "auto" and not comparable):
         return uniform
@@ -72,7 +72,7 @@ def plan_ranks(
     return _with_ranks(uniform, water_fill(spectra, total, minimum=multiple, multiple=multiple))
 
 
-def _of_all_layers(blocks: Sequence[tuple], layers: list[int], count: int) -> tuple:
+def _all_layers(blocks: Sequence[tuple], layers: list[int], count: int) -> tuple:
     """Expand the blocks of the converted layers to all layers; empty for unchanged layers."""
     every: list[tuple] = [()] * count
     for layer, each in zip(layers, blocks, strict=True):
@@ -90,8 +90,8 @@ def _spectra(
 ) -> list[Tensor]:
     """Compute the energies of all possible latents, for every block of every layer."""
     spectra: list[Tensor] = []
-    for layer, of_layer in enumerate(blocks):
-        if of_layer:
+    for layer, layer_blocks in enumerate(blocks):
+        if layer_blocks:
             anatomy = opened.anatomy(layer).to(torch.float64)
-            spectra += low_rank_layer(anatomy, library.load(layer)[0], of_layer, settings.method).energies
+            spectra += low_rank_layer(anatomy, library.load(layer)[0], layer_blocks, settings.method).energies
     return spectra

@@ -113,7 +113,7 @@ class Planner:
             pairs_of_heads = choose_components(list(costs.values()), frequency, pairs, count)
             return MLAPlan(self.method, split, (pairs_of_heads,) * layers, kept=self.kept)
         counts = {layer: choose_components([cost], frequency, pairs, count) for layer, cost in costs.items()}
-        return MLAPlan(self.method, split, self._of_all(counts, pairs), kept=self.kept)
+        return MLAPlan(self.method, split, self._for_all_layers(counts, pairs), kept=self.kept)
 
     def spread(self, splits: list[mla.Split], progress: Progress) -> list[MLAPlan]:
         """Plan frequencies and a rank for each layer by their predicted loss, within one budget for all layers.
@@ -145,7 +145,7 @@ class Planner:
             widths = dict(zip(options, choose_widths(choices, width * len(options)), strict=True))
             counts = {layer: options[layer][index][0] for layer, (index, _) in widths.items()}
             ranks = tuple(widths[layer][1] if layer in widths else 0 for layer in range(self.opened.layers))
-            plans.append(MLAPlan(self.method, splits[0], self._of_all(counts, pairs), ranks, self.kept, weight))
+            plans.append(MLAPlan(self.method, splits[0], self._for_all_layers(counts, pairs), ranks, self.kept, weight))
         return plans
 
     @property
@@ -169,7 +169,7 @@ class Planner:
         ]
         return list(zip(counts, choices, strict=True))
 
-    def _of_all(self, counts: dict[int, Tensor], pairs: int) -> tuple[Tensor, ...]:
+    def _for_all_layers(self, counts: dict[int, Tensor], pairs: int) -> tuple[Tensor, ...]:
         """Return the counts of every layer; zeros for unchanged layers."""
         return tuple(counts.get(layer, _highest(pairs, 0)) for layer in range(self.opened.layers))
 

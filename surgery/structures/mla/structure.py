@@ -205,7 +205,7 @@ class MLA(Structure[Source, ConvertSettings]):
             return plans[0], [(plans[0], None)], {}
         if not held_out.texts:
             # Without text: a third for rotary dimensions, the middle of what calibrated conversions choose.
-            untried = min(plans, key=_unlikely)
+            untried = min(plans, key=_distance_from_usual)
             return untried, [(untried, None)], {}
 
         def losses_of(candidates: list[MLAPlan]) -> list[float]:
@@ -243,7 +243,7 @@ class MLA(Structure[Source, ConvertSettings]):
         return self._carrier.writer.tensors(index, layer)
 
 
-def _unlikely(plan: MLAPlan) -> float:
+def _distance_from_usual(plan: MLAPlan) -> float:
     """Return the distance of a plan from the usual choice of trials, for sources without text to try plans on."""
     if plan.weight is not None:
         return abs(plan.weight - UNTRIED_WEIGHT)

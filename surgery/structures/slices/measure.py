@@ -61,7 +61,7 @@ def measure_slices(
                 stream.run_layer(layer, embedded, batch_size)
                 for name, ranks in candidates.items():
                     rows = [whole.kept_rows(index, ranks) for index in range(start, stop)]
-                    with _silenced(layer, whole.down_name, rows):
+                    with _zeroed_rows(layer, whole.down_name, rows):
                         cut = _attention_outputs(layer, inputs)
                         stream.run_layer(layer, hidden[name], batch_size)
                     pairs = zip(cut, exact, strict=True)
@@ -88,7 +88,7 @@ def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _silenced(layer: StreamedLayer, name: str, rows_of: list[tuple[int, ...]]) -> Iterator[None]:
+def _zeroed_rows(layer: StreamedLayer, name: str, rows_of: list[tuple[int, ...]]) -> Iterator[None]:
     """Zero the output rows outside ``rows_of`` of a projection in each loaded layer, for a ``with`` block."""
     projections = [getattr(block.self_attn, name) for block in layer.model.layers]
     original = [[parameter.clone() for parameter in down.parameters()] for down in projections]
