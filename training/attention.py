@@ -1,7 +1,7 @@
-"""The attention function that models train with.
+"""Selection of the attention function for training.
 
-Where logits pass some 10^4, as no trained model's do, gradients of fused kernels lose their accuracy: they take weights
-from the logarithm of a sum, rounded.
+Fused kernels recompute attention weights from a rounded logsumexp, so their gradients lose accuracy where logits exceed
+about 10^4. Trained models stay far below.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ KERNEL = "surgery_prefill"
 
 
 def use_attention(model: PreTrainedModel, choice: str, device: torch.device) -> str | None:
-    """Let a model train with another attention function than it was loaded with; return its name, None for the model's
-    own.
+    """Set a model's attention function for training and return its name; None keeps the loaded one.
 
     Args:
-        choice: "surgery" for the project's kernel, which takes keys and values of any widths, "model" for what the
-            model was loaded with, or "auto": on a CPU `surgery.running.equal_widths`, on a GPU the model's own.
+        choice: "surgery" for this project's kernel, which takes any key and value head dims; "model" for the function
+            that the model was loaded with; "auto" for `surgery.running.equal_widths` on a CPU, the model's on a GPU.
 
     Raises:
-        SurgeryError: "surgery" for a model that takes no attention functions.
+        SurgeryError: "surgery" for a model whose attention function cannot be set.
     """
     if choice == "model" or (choice == "auto" and device.type != "cpu"):
         return None

@@ -1,17 +1,17 @@
-"""Latents rescaled before they train, so that one learning rate suits what makes them and what reads them.
+"""Rescaling of latents before training, so that one learning rate suits down- and up-projections.
 
-A latent is made by a row of the down-projection and read by a column of up-projections; c times the one and 1/c times
-the other is the same function. Conversions choose c for their own ends: orthonormal columns in some metric leave rows
-of thousandths next to columns of units. Adam moves every entry by about the learning rate, whatever its size, and so
-destroys the rows before the columns have noticed. With entries of one size on both sides both move alike.
+A latent element is written by a row of the down-projection and read by a column of the up-projections. Multiplying the
+row by c and the column by 1/c leaves the function unchanged. Conversions choose c for other reasons: columns that are
+orthonormal in some metric leave rows of magnitude 1e-3 next to columns of magnitude 1. Adam moves every weight by about
+the learning rate, whatever its magnitude, so the rows are destroyed before the columns have moved. With equal RMS on
+both sides, both move alike.
 
-In MLA classes of families the pairs of the shared rotary key are such numbers too, read by every head's queries, where
-they are neighbors. Their latents are only after a norm that does nothing, as conversions make it: another one sees
-all latents at once, and none can be rescaled alone.
+In the MLA classes of transformers, the adjacent pairs of the shared rotary key are rescaled likewise; the queries of
+every head read them. Latents after a norm are rescaled only if the conversion made that norm neutral: any other norm
+depends on all latents at once.
 
-The factors are powers of two, so that the student computes bit for bit what it did; but for a stock latent that stands
-next to a constant channel: the norm over both sees it a little more, by a share of the latent's energy over the
-constant's.
+The scales are powers of two, so that the student's output stays bit-identical. The exception is a stock latent next to
+a constant channel: the norm over both changes by a fraction of the latent's energy over the constant's.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from surgery.training.recording import decoder_of
 
 @dataclass(frozen=True)
 class _Bundle:
-    """Numbers that are made and read apart from all others.
+    """Latent elements that can be rescaled independently of all others.
 
     Attributes:
-        producers: views [r, ...] of weights and biases that make them, the weight first.
-        read: views [..., r] of weights that read them.
-        factors: [r], by which steps of the makers are smaller; see `surgery.training.entry_factors`.
-        shared: adjacent ones that need one scale.
+        producers: views [r, ...] of the weights and biases that write them, the weight first.
+        read: views [..., r] of the weights that read them.
+        factors: [r] learning-rate multipliers of the producers; see `surgery.training.entry_factors`.
+        shared: number of adjacent elements that share a scale.
     """
 
     producers: list[Tensor]
@@ -47,7 +47,7 @@ class _Bundle:
         return bool(self.read) and all(map(_trains, (*self.producers, *self.read)))
 
     def rescale(self) -> int:
-        """Gives both sides entries of one size; returns how many numbers that changes."""
+        """Equalize the RMS of both sides in place; return the number of latent elements."""
         rows = (self.producers[0].float().square().mean(dim=1) / torch.as_tensor(self.factors).square()).to(
             torch.float32
         )
@@ -64,14 +64,14 @@ class _Bundle:
 
 @torch.no_grad()
 def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = None) -> int:
-    """Rescales latents whose two sides train, in place; returns how many.
+    """Rescale in place the latents whose producers and readers both train; return their number.
 
-    An attention says by `latent_slices` which outputs of its `kv_down` are latents, and by `latent_readers` all that
-    reads them; stock MLA is known by its names. Left as they are: latents of which a side does not train and would not
-    be written, and those that other layers read too.
+    A custom attention declares by `latent_slices` which outputs of its `kv_down` are latents, and by `latent_readers`
+    the weights that read them. Stock MLA is recognized by its parameter names. Latents that have a frozen side, or that
+    other layers read too, stay unchanged.
 
     Args:
-        factors: of entries that move less than others, or never, by parameter name.
+        factors: per-parameter learning-rate multipliers by parameter name; see `surgery.training.entry_factors`.
     """
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     factors_by_id = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}
@@ -90,16 +90,16 @@ def _own(attention: nn.Module | None) -> Iterator[_Bundle]:
 
 
 def _stock(attention: nn.Module, factors_by_id: Mapping[int, Tensor]) -> Iterator[_Bundle]:
-    """Yield the bundles of a family's MLA: latents without a norm but for those that never move, and interleaved rotary
-    pairs.
+    """Yield the bundles of stock MLA: latents under a neutral norm, and interleaved rotary pairs.
 
-    Makers of latents after a norm that does nothing are held back (`factors_by_id`), all or some.
+    A neutral norm shows in `factors_by_id`: it has multipliers for the down-projection. Rows that never move (factor 0)
+    follow the latents and stay unchanged.
     """
     down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj.weight
     rank = up.shape[1]
     if id(down.weight) in factors_by_id:
         moves = factors_by_id[id(down.weight)][:, 0]
-        free = int((moves[:rank] > 0).sum())  # what never moves stands after the latents
+        free = int((moves[:rank] > 0).sum())
         if bool((moves[:free] > 0).all()):
             yield _Bundle([each[:free] for each in _parameters(down)], [up[:, :free]], moves[:free].to(up.device))
     if not getattr(attention.config, "rope_interleave", attention.config.model_type == "deepseek_v2"):
@@ -116,6 +116,6 @@ def _parameters(projection: nn.Linear) -> list[Tensor]:
 
 
 def _trains(view: Tensor) -> bool:
-    """Return whether the parameter that a view is of trains; views made without gradients do not know."""
+    """Return whether the parameter behind a view trains; views made under `no_grad` do not require gradients."""
     base = view if view._base is None else view._base
     return base.requires_grad

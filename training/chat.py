@@ -1,6 +1,7 @@
-"""Conversations as training documents: rendered by the tokenizer's own chat template.
+"""Conversations as training documents, rendered by the tokenizer's chat template.
 
-A record holds the turns under `messages`, each with a `role` and what its template asks for, and may hold `tools`.
+A record holds its turns under `messages`, each with a `role` and the fields that the template reads. It may hold
+`tools`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ READABLE = (".jsonl", ".parquet")
 
 
 class ChatEncoder:
-    """Turns records into the tokens of documents."""
+    """Encoder of conversation records to token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises SurgeryError: the tokenizer has no chat template."""
@@ -36,10 +37,13 @@ class ChatEncoder:
         self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
 
     def __call__(self, record: dict[str, Any], where: str) -> list[int]:
-        """Token ids of a record's conversation; none if it has no turns.
+        """Return the token ids of a record's conversation; an empty list if it has no turns.
+
+        Args:
+            where: name of the record in errors.
 
         Raises:
-            SurgeryError: the record, which `where` names, holds no conversation, or none that the template takes.
+            SurgeryError: the record holds no conversation, or the template refuses it.
         """
         messages = record.get(MESSAGES)
         if not isinstance(messages, list) or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
@@ -54,8 +58,7 @@ class ChatEncoder:
 
 
 def holds_conversations(path: Path) -> bool:
-    """Return whether the first record of a jsonl or parquet file has messages. Faults are left for those who read it
-    all."""
+    """Return whether the first record of a jsonl or parquet file has messages; damaged files are False."""
     with disk_errors(path):
         if path.suffix.lower() == ".parquet":
             import pyarrow.parquet as pq
@@ -77,10 +80,10 @@ def holds_conversations(path: Path) -> bool:
 
 
 def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """The records of a jsonl or parquet file, and what to call each in an error.
+    """Yield the records of a jsonl or parquet file, each with its name for errors.
 
     Raises:
-        SurgeryError: the file is of another kind, cannot be read or is damaged.
+        SurgeryError: the file has another format, cannot be read or is damaged.
     """
     if path.suffix.lower() not in READABLE:
         raise SurgeryError(f"cannot read conversations from {path}: known are {', '.join(READABLE)}")
@@ -95,7 +98,7 @@ def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def without_nulls(record: Any) -> Any:
-    """A record as it was before columns gave every turn the keys of all others."""
+    """Remove null entries from a record: columnar storage gives every turn the keys of all turns."""
     if isinstance(record, dict):
         return {key: without_nulls(value) for key, value in record.items() if value is not None}
     return [without_nulls(value) for value in record] if isinstance(record, list) else record

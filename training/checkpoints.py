@@ -1,8 +1,9 @@
-"""Checkpoints from which an interrupted run resumes: folders that are whole or not there.
+"""Training checkpoints from which an interrupted run resumes: folders that are written atomically.
 
-A checkpoint is what accelerate's `save_state` writes (weights, optimizer, scaler and the random numbers of every
-process) and `state.json` with the loop's own numbers, written last. Only weights that train are kept: the others are in
-the student's checkpoint. Under FSDP and DeepSpeed every process writes its shard of all of them, in their formats.
+A checkpoint holds the files of accelerate's `save_state` (weights, optimizer, scaler and the random state of every
+process) and `state.json` with the state of the training loop, written last. Only trainable weights are saved: the
+frozen ones are in the student's checkpoint. Under FSDP and DeepSpeed every process writes its shard of all weights, in
+the formats of these libraries.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ STATE = "state.json"
 WEIGHTS = "trained.safetensors"
 PREFIX = "step-"
 BEST = "best"
-"""Folder of the state with the best held-out loss, where one is kept."""
+"""Folder of the checkpoint with the best held-out loss."""
 _is_of_state = matching(STATE_FILES)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder that all its processes see.
+    """Checkpoints of one run, in a folder that all its processes share.
 
-    All processes make every call.
+    Every process must make every call.
     """
 
     def __init__(
         self, folder: Path, accelerator: Accelerator, *, processes: Processes = ALONE, keep_last: int = 2
     ) -> None:
-        """Open the checkpoints of a model that the accelerator has prepared. Creates the folder.
+        """Create the folder and hook into the accelerator, which has prepared the model.
 
         Raises:
-            SurgeryError: the folder cannot be made.
+            SurgeryError: the folder cannot be created.
         """
         self.folder, self._accelerator, self._processes, self._keep_last = folder, accelerator, processes, keep_last
         self.last_good: Path | None = None
@@ -55,14 +56,14 @@ class Checkpoints:
         self._on_main(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
 
     def save(self, state: Mapping[str, Any], name: str | None = None) -> Path:
-        """Writes a checkpoint and removes the oldest ones.
+        """Write a checkpoint and remove the oldest ones beyond `keep_last`.
 
         Args:
-            state: plain values, with "step", steps done.
-            name: of a folder that does not count among the last ones; None names it by its step.
+            state: JSON values, with "step", the number of completed steps.
+            name: folder name of a checkpoint that `keep_last` does not count; None names it by its step.
 
         Raises:
-            SurgeryError: it cannot be written; earlier ones stay.
+            SurgeryError: the checkpoint cannot be written; earlier ones stay.
         """
         accelerator = self._accelerator
         path = self.folder / (name or f"{PREFIX}{state['step']:08d}")
@@ -71,7 +72,7 @@ class Checkpoints:
         with disk_errors(path):
             try:
                 accelerator.save_state(str(partial), safe_serialization=True)
-            except RuntimeError as error:  # what torch makes of a full disk
+            except RuntimeError as error:  # torch raises it on a full disk
                 raise SurgeryError.at(
                     path, f"the checkpoint cannot be written: {' '.join(str(error).split())}"
                 ) from error
@@ -83,19 +84,19 @@ class Checkpoints:
         return path
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Puts a checkpoint's state back into the model, the optimizer, the scaler and the random numbers.
+        """Restore the model, the optimizer, the scaler and the random state from a checkpoint.
 
         Returns:
-            The state it was saved with.
+            The `state` that was passed to `save`.
 
         Raises:
-            SurgeryError: it is damaged, or is of other parameters.
+            SurgeryError: the checkpoint is damaged, or has other parameters.
         """
         state = read_state(path)
         if state is None:
             raise SurgeryError.at(path, "not a checkpoint of a healing, or damaged; remove it")
         try:
-            # Written by this loop, but optimizer states are pickles: nothing but tensors and numbers is unpickled.
+            # Optimizer states are pickles; only tensors and numbers are unpickled.
             self._accelerator.load_state(str(path))
         except (RuntimeError, ValueError, OSError, KeyError) as error:
             raise SurgeryError.at(path, f"cannot be resumed from: {' '.join(str(error).split())[:300]}") from error
@@ -104,17 +105,17 @@ class Checkpoints:
         return state
 
     def latest(self, note: Callable[[str], None] = lambda text: None) -> Path | None:
-        """The newest whole checkpoint; see `latest`. The main process looks, all get its answer."""
+        """Return the newest complete checkpoint (see `latest`) as the main process sees it, on every process."""
         return self._processes.from_main(lambda: latest(self.folder, note))
 
     def _save_trained(self, models: list, weights: list, folder: str) -> None:
-        """Hook of accelerate: writes what trains instead of the whole model."""
+        """Save hook of accelerate: write only the trainable weights."""
         weights.clear()
         if self._accelerator.is_main_process:
             save_file(_trained(self._accelerator, models[0]), Path(folder, WEIGHTS))
 
     def _load_trained(self, models: list, folder: str) -> None:
-        """Hook of accelerate: reads it back."""
+        """Load hook of accelerate: read the trainable weights."""
         model = models.pop()
         tensors, mine = load_file(Path(folder, WEIGHTS)), _training_parameters(self._accelerator, model)
         if tensors.keys() != mine.keys() or any(tensors[name].shape != mine[name].shape for name in tensors):
@@ -144,7 +145,7 @@ class Checkpoints:
         partial.mkdir(exist_ok=True)
 
     def _on_main(self, function: Callable[[], None], path: Path) -> None:
-        """Runs it on the main process; all raise what it raises, so that none is left waiting."""
+        """Run a function on the main process; its error is raised on every process, so that none deadlocks."""
 
         def run() -> None:
             with disk_errors(path):
@@ -154,7 +155,7 @@ class Checkpoints:
 
 
 def latest(folder: Path, note: Callable[[str], None] = lambda text: None) -> Path | None:
-    """The newest whole checkpoint in a folder; None if there is none. Damaged ones are passed over with a note."""
+    """Return the newest complete checkpoint in a folder, or None; damaged ones are skipped with a note."""
     for path in sorted(folder.glob(f"{PREFIX}*[0-9]"), reverse=True):
         if read_state(path) is not None:
             return path
@@ -163,7 +164,7 @@ def latest(folder: Path, note: Callable[[str], None] = lambda text: None) -> Pat
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """The state that a checkpoint was saved with; None if any of its files is missing or has another size."""
+    """Return the state that a checkpoint was saved with; None if a file is missing or has another size."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         files = state.pop("files")

@@ -1,7 +1,7 @@
-"""Sums over the logits of many positions, of which only a few positions' logits exist at one time.
+"""Chunked losses: sums over the logits of many positions, with the logits of one chunk in memory at a time.
 
 The fp32 logits of 8k positions over a vocabulary of 128k take 4 GB, and a loss makes several tensors of that size. So
-positions go in chunks, and a chunk's logits are made again in the backward pass instead of being kept.
+positions are processed in chunks, and the backward pass recomputes the logits of a chunk.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from torch.utils.checkpoint import checkpoint
 from surgery.common.errors import SurgeryError
 
 LOGIT_BYTES = 256 * 2**20
-"""Bytes of one chunk's fp32 logits of one model: 523 positions of 128,256 tokens. A loss takes a few times as much
-while it works on a chunk: log-probabilities of student and teacher, and their gradients."""
+"""Bytes of one chunk's fp32 logits of one model: 523 positions of 128,256 tokens. A loss needs a few times as much per
+chunk: log-probabilities of student and teacher, and their gradients."""
 
 Head = nn.Module | Tensor | Callable[[Tensor], Tensor]
-"""Makes logits [N, V] of hidden states [N, D]: a module, a weight [V, D], or a function (a softcap after a head)."""
+"""LM head, hidden states [N, D] to logits [N, V]: a module, a weight [V, D], or a function (with a softcap)."""
 
 
 class States(NamedTuple):
-    """Hidden states of a model at N positions before its head.
+    """Final hidden states of a model at N positions, with its LM head.
 
     Attributes:
-        hidden: [N, D] final hidden states, after the last norm, in any floating dtype.
-        head: what makes logits of them. A module is called as one, so that hooks which gather sharded weights (FSDP,
-            ZeRO-3) and adapters in it work.
+        hidden: [N, D] hidden states after the final norm, in any floating dtype.
+        head: LM head. A module is called, not read for its weight, so that hooks which gather sharded weights (FSDP,
+            ZeRO-3) and its adapters work.
     """
 
     hidden: Tensor
     head: Head
 
     def logits(self) -> Tensor:
-        """[N, V] in fp32, or fp64 if the head gives that."""
+        """Compute logits [N, V] in fp32, or in fp64 if the head returns fp64."""
         logits = linear(self.hidden, self.head) if isinstance(self.head, Tensor) else self.head(self.hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
     def vocabulary(self) -> int:
-        """V, without making logits where the head tells."""
+        """Return the vocabulary size V, from the head's shape where it has one, else from the logits of a position."""
         if isinstance(self.head, Tensor):
             return self.head.shape[0]
         features = getattr(self.head, "out_features", None)
@@ -51,7 +51,9 @@ class States(NamedTuple):
 
 
 def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -> int:
-    """Return how many chunks keep the fp32 logits [chunk, V] of each within ``max_bytes``, or at one position.
+    """Return the number of chunks that keeps the fp32 logits [chunk, V] of each within ``max_bytes``.
+
+    A chunk has one position at least.
 
     Raises:
         SurgeryError: ``max_bytes`` is not positive.
@@ -63,15 +65,15 @@ def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -
 
 
 def summed_over_chunks(function: Callable[..., Tensor], columns: Sequence[Tensor], chunks: int) -> Tensor:
-    """The sum of ``function`` over pieces of ``columns``, with gradients if they are enabled.
+    """Sum ``function`` over chunks of ``columns``, with gradients if they are enabled.
 
-    Several chunks keep nothing for the backward pass, which calls ``function`` on them again; a single one is computed
-    once, as it stands.
+    Several chunks are checkpointed: the backward pass calls ``function`` again. A single chunk is computed once.
 
     Args:
-        function: of one piece of every column; gives a tensor of one shape for each, also of no rows.
+        function: called with one chunk of every column; returns a tensor of the same shape for each chunk, empty chunks
+            included.
         columns: tensors [N, …].
-        chunks: in how many pieces they go, of equal length but for one row. Some are empty where N is smaller.
+        chunks: number of chunks; their lengths differ by one row at most, and some are empty if N is smaller.
     """
     pieces = zip(*(column.tensor_split(chunks) for column in columns), strict=True)
     if chunks == 1 or not torch.is_grad_enabled():

@@ -1,8 +1,7 @@
-"""Batch of a training step: rows of tokens, their labels, and which document every token belongs to.
+"""Training rows and batches: tokens, labels, and the document of every token.
 
-`surgery.training.open_data.open_data` builds the sequences. A position in the data is one number, and step s of global
-batch size b takes sequences s·b to (s + 1)·b - 1, whatever the number of processes: that is what makes runs resumable
-and comparable.
+`surgery.training.open_data.open_data` builds the sequences. They are numbered, and step s of global batch size b takes
+sequences s·b to (s + 1)·b - 1, whatever the number of processes. This makes runs resumable and comparable.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from torch import LongTensor, Tensor
 from surgery.common.errors import SurgeryError
 
 IGNORED = -100
-"""Label of a token that nothing is to predict, as in `torch.nn.functional.cross_entropy`."""
+"""Label of a token without a loss, as in `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One sequence.
+    """One packed sequence.
 
     Attributes:
         tokens: [T] int64 ids.
-        labels: [T] int64, not shifted: labels[t] is tokens[t], or `IGNORED` where t is not to be predicted. The first
-            token of a document never is, since what comes before it is of another one.
-        documents: [T] int64, number of the token's document in the row, from 0.
+        labels: [T] int64, not shifted: labels[t] is tokens[t], or `IGNORED` if token t is not predicted. The first
+            token of a document is not, since the token before it belongs to another document.
+        documents: [T] int64 index of the token's document in the row, from 0.
     """
 
     tokens: LongTensor
@@ -38,14 +37,13 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one length, stacked: [B, T] int64 each; see `TrainingRow`.
+    """Stacked rows of equal length: tokens, labels and documents [B, T] int64; see `TrainingRow`.
 
     Attributes:
-        predicting: [N] int64, the positions that predict something, as indices into [B T]: those whose next token has a
-            label.
-        spans: tokens of each document of each row.
+        predicting: [N] int64, the positions whose next token has a label, as indices into the flattened [B T].
+        spans: token slices of each document of each row.
 
-    The last two follow from the others. `to` takes them along, so that nothing has to wait for a GPU to learn them.
+    The last two are derived from the others. `to` keeps them, so that nothing waits for a GPU to compute them.
     """
 
     tokens: LongTensor
@@ -68,10 +66,10 @@ class Batch:
 
     @property
     def position_ids(self) -> LongTensor:
-        """[B, T] int64: positions that restart with every document.
+        """Position ids [B, T] int64 that restart with every document.
 
-        Models of transformers build a mask from them that keeps attention inside documents, if they are given no
-        attention mask and no cache; see `surgery.training.document_masks.honours_document_masks`.
+        Models of transformers derive a document mask from them if they get neither an attention mask nor a cache; see
+        `surgery.training.document_masks.honours_document_masks`.
         """
         index = torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
         first = torch.zeros_like(index)
@@ -80,17 +78,17 @@ class Batch:
 
     @property
     def predicted(self) -> int:
-        """Number of tokens that are to be predicted: what the sum of losses is divided by."""
+        """Number of predicted tokens: the denominator of the mean loss."""
         return len(self.predicting)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on a device."""
+        """Return the batch on a device."""
         tensors = (self.tokens, self.labels, self.documents, self.predicting)
         return Batch(*(moved(tensor, torch.device(device)) for tensor in tensors), self.spans)
 
 
 def holds_several(spans: Sequence[Sequence[slice]]) -> bool:
-    """Return whether some row has the spans of several documents."""
+    """Return whether any row has several documents."""
     return any(len(row) > 1 for row in spans)
 
 
@@ -100,33 +98,33 @@ def _spans(documents: list[int]) -> tuple[slice, ...]:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. A copy to CUDA is queued: the host does not wait for it, nor for work before it."""
+    """Return a tensor on a device; copies from CPU to CUDA are asynchronous, from pinned memory."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Sequences(Protocol):
-    """An endless source of rows of one length, numbered from 0.
+    """Endless source of rows of one length, numbered from 0.
 
     Attributes:
-        data_sha256: equal for equal rows under equal numbers.
+        data_sha256: hash of the rows and their order.
     """
 
     data_sha256: str
 
     def sequence(self, number: int) -> TrainingRow:
-        """Row `number`: always the same one, whichever was given before."""
+        """Return row `number`, independent of earlier calls."""
 
     def describe(self) -> dict[str, Any]:
-        """Plain values for the log: sources, sizes, shares."""
+        """Return JSON values for the log: sources, sizes, shares."""
 
 
 def collate(rows: Sequence[TrainingRow]) -> Batch:
-    """Stacks rows.
+    """Stack rows to a batch.
 
     Raises:
-        SurgeryError: there are none, or their lengths differ.
+        SurgeryError: there are no rows, or their lengths differ.
     """
     lengths = sorted({len(row.tokens) for row in rows})
     if len(lengths) != 1:
@@ -139,10 +137,10 @@ def collate(rows: Sequence[TrainingRow]) -> Batch:
 
 
 def dealt(step: int, batch_size: int, rank: int = 0, ranks: int = 1) -> list[int]:
-    """Numbers of the sequences that process `rank` of `ranks` takes in a step of a global batch size.
+    """Return the numbers of the sequences that process `rank` of `ranks` takes in a step; `batch_size` is global.
 
     Raises:
-        SurgeryError: there are fewer sequences than processes, or no such process.
+        SurgeryError: the batch is smaller than the number of processes, or the rank is out of range.
     """
     if batch_size < ranks or not 0 <= rank < ranks:
         raise SurgeryError(f"a batch of {batch_size} sequences cannot be dealt to process {rank} of {ranks}")

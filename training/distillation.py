@@ -1,6 +1,6 @@
-"""Student and teacher as one module that gives losses: what the loop trains, and what accelerate wraps.
+"""Distillation module: student and teacher, whose forward pass returns losses. accelerate wraps it, the loop trains it.
 
-Everything that touches a student's weights happens in one `forward`, so that DDP, FSDP and DeepSpeed see it all.
+Everything that touches the student's weights happens in one `forward`, as DDP, FSDP and DeepSpeed require.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from surgery.training.top_k import TopK
 
 @dataclass(frozen=True)
 class Body:
-    """A causal model in two parts: what makes hidden states, and what makes logits of them.
+    """Causal LM split into its body, which computes hidden states, and its LM head.
 
     Attributes:
-        model: the whole.
-        splits: whether its logits are those of a linear head on its body's states; otherwise, as with a softcap behind
-            the head, the states are its logits themselves, all positions' at once.
+        model: the whole model.
+        splits: whether its logits are a linear head applied to the body's hidden states. Otherwise (a softcap after the
+            head) the logits of all positions take the place of the hidden states.
     """
 
     model: PreTrainedModel
@@ -40,7 +40,7 @@ class Body:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Body:
-        """Finds out by trying, on the model as it stands."""
+        """Split a model; a forward pass of 8 tokens determines `splits`."""
         device = next(model.parameters()).device
         tokens = torch.arange(8, device=device)[None] % model.get_input_embeddings().weight.shape[0]
         with torch.no_grad(), evaluation_mode(model):
@@ -49,16 +49,16 @@ class Body:
     def states(
         self, tokens: LongTensor, position_ids: LongTensor | None, spans: Sequence[Sequence[slice]] | None = None
     ) -> Tensor:
-        """Final hidden states [B, T, D], or logits [B, T, V] where the model does not split.
+        """Compute final hidden states [B, T, D], or logits [B, T, V] if the model does not split.
 
         Args:
-            spans: tokens of each document of each row, by which the positions start again, where that is known.
+            spans: token slices of each document of each row, if known; the position ids restart with each document.
         """
         packed = None if spans is None else position_ids is not None and holds_several(spans)
         call = {"input_ids": tokens, "use_cache": False}
         if position_ids is not None:
             call["position_ids"] = position_ids
-        if packed and hasattr(self.model.config, "attention_layers"):  # this package's class, which would look itself
+        if packed and hasattr(self.model.config, "attention_layers"):  # custom model class: saves it a device sync
             call["documents"] = spans
         with known_documents(packed):
             if self.splits:
@@ -66,14 +66,14 @@ class Body:
             return self.model(**call).logits
 
     def head(self) -> nn.Module:
-        """Return the module that makes logits of `states`."""
+        """Return the module that maps `states` to logits."""
         return self.model.get_output_embeddings() if self.splits else nn.Identity()
 
 
 class Distillation(nn.Module):
-    """The losses of a student against its teacher, on one batch.
+    """Losses of a student against its teacher on one batch.
 
-    Only the student is a submodule: its teacher is neither trained, saved nor sharded with it.
+    Only the student is a submodule: the teacher is neither trained, saved nor sharded with it.
     """
 
     def __init__(
@@ -84,23 +84,24 @@ class Distillation(nn.Module):
         *,
         document_masks: bool = False,
     ) -> None:
-        """Prepare the losses of models that are loaded and not wrapped.
+        """Set up the losses for loaded models that are not wrapped yet.
 
         Args:
-            weights: of the objective.
-            teacher: None where no part needs it, or its logits come with the batch.
-            document_masks: whether attention keeps inside of documents, by positions that restart.
+            weights: weights of the objective's losses.
+            teacher: None if no loss needs it, or if its logits come with the batch.
+            document_masks: whether to pass position ids that restart with every document, which keep attention inside
+                documents.
 
         Raises:
-            SurgeryError: vocabularies differ, or the numbers of layers or hidden sizes where layers are matched.
+            SurgeryError: the vocabularies differ; or, if layers are matched, the numbers of layers or hidden sizes.
         """
         super().__init__()
         self.student = student
-        # By this FSDP knows what to shard apart. Not so the embeddings and the head: they are gathered with the rest
-        # for the length of the whole forward pass, in which the head is called once for every chunk of positions.
+        # FSDP wraps these modules one by one. Embeddings and head belong to the root unit, which stays gathered for
+        # the whole forward pass, in which the head is called once per chunk of positions.
         self._no_split_modules = list(student._no_split_modules or [])
         self.weights, self._document_masks = weights, document_masks
-        self._student = (Body.of(student),)  # in tuples, out of sight of nn.Module
+        self._student = (Body.of(student),)  # a tuple, so that nn.Module does not register it
         self._teacher = (None if teacher is None else Body.of(teacher.eval().requires_grad_(False)),)
         self._vocabulary = vocabulary_of(student)
         self._matches = bool(weights.hidden or weights.attention or weights.layerwise)
@@ -112,16 +113,16 @@ class Distillation(nn.Module):
     def forward(
         self, batch: Batch, positions: float, cached: TopK | None = None, measure: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses of one batch.
+        """Compute the losses of one batch.
 
         Args:
             batch: on the student's device.
-            positions: what the sums over predicting positions are divided by.
-            cached: the teacher's logits [B, T - 1], where it is not here itself.
-            measure: take cross-entropy and forward KL whatever the objective, and the teacher's own cross-entropy.
+            positions: divisor of the sums over predicting positions.
+            cached: the teacher's top-k logits [B, T - 1], if there is no teacher model.
+            measure: compute cross-entropy, forward KL and the teacher's cross-entropy, whatever the objective.
 
         Returns:
-            The weighted loss, fp32, with gradients if they are enabled; its parts without, of weight 1, by name.
+            The weighted loss, fp32, with gradients if they are enabled; and its unweighted parts by name, detached.
         """
         weights, teacher = self.weights, self._teacher[0]
         if measure:
@@ -162,7 +163,7 @@ class Distillation(nn.Module):
         return loss, parts
 
     def _layerwise(self, batch: Batch, inputs: tuple, positions: float) -> Tensor:
-        """Return the distance of each attention's output from its teacher's on the same input."""
+        """Compute the layer-wise loss: each attention's output against the teacher's on the teacher's input."""
         teacher = self._teacher[0]
         with torch.no_grad(), recorded(teacher.model, attention=True, inputs=True) as recording:
             teacher.states(*inputs)
@@ -181,22 +182,22 @@ class Distillation(nn.Module):
         return self.weights.needs_teacher and self._teacher[0] is None
 
     def measured(self) -> list[str]:
-        """Names of the parts that `forward` gives when it measures."""
+        """Return the names of the losses that `forward` computes with `measure`."""
         return ["cross_entropy"] + (["kl", "teacher_cross_entropy"] if self._teacher[0] is not None else [])
 
 
 def _valid(batch: Batch) -> BoolTensor:
-    """The positions [B, T] that predict something, as a mask."""
+    """Return the mask [B, T] of predicting positions."""
     return pad(predicting(batch.labels), (0, 1))
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Tokens that the model has logits for."""
+    """Return the model's vocabulary size: the number of its logits."""
     return model.get_output_embeddings().weight.shape[0]
 
 
 def check_vocabularies(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    """Raises SurgeryError unless both have logits for as many tokens."""
+    """Raise SurgeryError if the vocabulary sizes differ."""
     sizes = [vocabulary_of(model) for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise SurgeryError(
@@ -205,13 +206,13 @@ def check_vocabularies(student: PreTrainedModel, teacher: PreTrainedModel) -> No
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles each decoder layer where it stands; they share their code, so one compilation does for all."""
+    """Compile each decoder layer in place; layers share their code, so one compilation serves all."""
     for layer in decoder_of(model).layers:
         layer.compile()
 
 
 def shard_layers(model: PreTrainedModel) -> None:
-    """Shards a frozen model's layers over all processes (FSDP2); embeddings, norm and head stay whole on each."""
+    """Shard a frozen model's layers over all processes (FSDP2); embeddings, norm and head stay replicated."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in decoder_of(model).layers:

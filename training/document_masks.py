@@ -1,4 +1,4 @@
-"""Does a model keep attention inside the documents of a packed row? It is asked, not guessed from its class."""
+"""Test of whether a model keeps attention inside the documents of a packed row, by running it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from torch import LongTensor, Tensor, nn
 from surgery.eval.logits import evaluation_mode
 
 ROUNDING = 0.01
-"""Largest part of the difference that attention across documents makes, that still counts as rounding: packed and
-alone, a document goes through kernels of other shapes. In bfloat16, 16 units of its last place, which is more."""
+"""Largest error that counts as rounding, relative to the effect of attention across documents. A packed document runs
+through kernels of other shapes than a single one. In bfloat16 the limit is 16 epsilon, which is more."""
 
 
 @torch.no_grad()
 def honours_document_masks(model: nn.Module, length: int = 128) -> bool:
-    """Return whether `Batch.position_ids` are enough for a model to see every document alone.
+    """Return whether `Batch.position_ids` suffice to keep a model's attention inside each document.
 
-    transformers takes positions that restart for a packed row and masks what is before, where there is neither an
-    attention mask nor a cache. An attention that knows no such rule may ignore positions altogether, or refuse them, as
-    layers that share a cache do. Two documents of random tokens are run packed and the second alone. The outputs of the
-    second must be equal but for rounding, measured by how far they are from equal when nothing says that there are two
-    documents.
+    Without an attention mask and a cache, transformers takes restarting position ids for a packed row and masks earlier
+    documents. An attention that does not implement this may ignore position ids, or refuse them, as layers that share
+    a cache do. The test runs two documents of random tokens packed, and the second one alone. The second document's
+    outputs must agree up to rounding, relative to their difference when position ids do not restart.
 
     Args:
-        model: any causal model, before it is wrapped or sharded.
-        length: tokens of the row that is tried, at least 4; take the length that is trained on, since a window shows
-            only in rows longer than it.
+        model: a causal model, before it is wrapped or sharded.
+        length: tokens of the test row, at least 4. Pass the training length: a sliding window shows only in rows that
+            are longer than it.
     """
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -40,14 +39,14 @@ def honours_document_masks(model: nn.Module, length: int = 128) -> bool:
         except ValueError:
             return False
         joined = _states(model, tokens, index[None])[:, cut:]
-    # At their worst: a window shows only in tokens further on than it is long.
+    # The maximum, not the mean: a sliding window shows only in tokens beyond its length.
     error, leak = (packed - alone).abs().amax(-1), (joined - alone).abs().amax(-1).amax()
     dtype = next(model.parameters()).dtype
     return bool(leak > 0 and error.amax() <= max(ROUNDING, 16 * torch.finfo(dtype).eps) * leak)
 
 
 def _states(model: nn.Module, tokens: LongTensor, positions: LongTensor) -> Tensor:
-    """Return the outputs of the model's body, or of the whole where it has none, in fp32."""
+    """Return the body's hidden states in fp32, or the logits of a model without a separate body."""
     body = getattr(model, "base_model", model)
     output = body(input_ids=tokens, position_ids=positions, use_cache=False)
     states = getattr(output, "last_hidden_state", None)

@@ -1,11 +1,11 @@
-"""Entries of parameters that move less than others, or more, or never.
+"""Per-parameter learning-rate multipliers ("entry factors"), by element of a tensor.
 
-A file format may ask that a number stays what it is, or that some rows of a weight are very small or large: with
-Adam, whose steps have the size of the learning rate whatever the gradient's, one step would undo that. A factor f for
-an entry w makes training treat it as f·v and train v: the gradient is multiplied by f before it is clipped, so that its
-norm is that of v, and the optimizer's step by f after it. With f = 0 the entry stays where it is, bit for bit.
+A checkpoint format may require that an element stays constant, or that some rows of a weight are very small or large.
+Adam's steps have the magnitude of the learning rate, whatever the gradient's, so one step would undo that. A factor f
+reparametrizes an element w as f·v and trains v: the gradient is multiplied by f before it is clipped, so that its norm
+is that of v, and the optimizer's update by f. With f = 0 the element stays bit-identical.
 
-Training knows nothing of why: whoever converted the model says which entries, by the parameter's name.
+The conversion decides which elements have factors, by parameter name; training only applies them.
 """
 
 from __future__ import annotations
@@ -25,37 +25,40 @@ from surgery.training.trainable import examples
 
 
 def read_factors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
-    """The factors that a JSON file gives; see `factors_of`.
+    """Read factors from a JSON file of rules; see `factors_of`.
 
     Raises:
-        SurgeryError: the file cannot be read, or names what is not there.
+        SurgeryError: the file cannot be read, or a rule is invalid.
     """
     return factors_of(read_json(Path(path)), model, str(path))
 
 
 def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[str, Tensor]:
-    """Factors of entries from rules by the parameter's name, or a pattern with * and ?.
+    """Build factors from rules by parameter name, or by a pattern with * and ?.
 
-    A rule is `true`, the whole parameter never moves; a list of indices along its first dimension, negative ones from
-    the end, or a range like "0:512" of them, which never move; or an object of `rows` (one of the above), or `columns`
-    likewise along the last dimension, and `factor` (0 unless given):
+    A rule is one of:
+
+    - `true`: the whole parameter is frozen;
+    - a list of indices along the first dimension (negative ones count from the end), or a range like "0:512": these
+      rows are frozen;
+    - an object with `rows` (one of the above) or `columns` (along the last dimension), and `factor` (default 0):
 
         {"*.kv_a_layernorm.weight": true,
          "*.kv_a_proj_with_mqa.bias": [512],
          "*.kv_a_proj_with_mqa.weight": {"rows": "0:512", "factor": 9.313225746154785e-10},
          "*.kv_b_proj.weight": {"columns": [512]}}
 
-    A list of such objects is several rules for one parameter. Later rules win.
+    A list of objects holds several rules for a parameter. Later rules win.
 
     Args:
-        model: as it was loaded: not wrapped, and without adapters.
-        where: names the rules' place in an error.
+        model: the loaded model, not wrapped and without adapters.
+        where: name of the source of the rules in errors.
 
     Returns:
-        Parameter's name to factors of its shape, fp32; parameters without a rule are left out.
+        Parameter name to factors of the parameter's shape, fp32; parameters without a rule are left out.
 
     Raises:
-        SurgeryError: a rule names what is not there, or is none.
+        SurgeryError: a rule is malformed, or matches no parameter or index.
     """
     parameters = dict(model.named_parameters())
     factors: dict[str, Tensor] = {}
@@ -73,14 +76,13 @@ def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[s
 
 
 def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return the factors for a model with adapters: the update of a weight [out, in] is B A, with B [out, rank] from 0
-    on.
+    """Translate factors of weights to factors of their LoRA adapters.
 
-    Rows of the update move by a factor less where rows of B do, columns where columns of A do. What A begins with is
-    multiplied by those, too.
+    The update of a weight [out, in] is B A, with B [out, rank] initialized to 0. Row factors go to the rows of B,
+    column factors to the columns of A. The initial value of A is multiplied in place by the column factors, too.
 
     Raises:
-        SurgeryError: the factors are no product of one for each row and one for each column.
+        SurgeryError: the factors of a weight are not an outer product of row and column factors.
     """
     translated: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -103,19 +105,16 @@ def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str
 
 
 class EntryFactors:
-    """Applies factors to the parameters of a training, around each step of its optimizer.
-
-    Under FSDP2 each process does so to its shards.
-    """
+    """Factors applied to gradients and updates around each optimizer step; under FSDP2 to each process's shards."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], factors: Mapping[str, Tensor]) -> None:
-        """Take parameters as they train: after the model was sharded.
+        """Match factors to parameters, after the model was sharded.
 
         Args:
-            factors: by name, of the whole parameter's shape, fp32; those of what does not train are passed over.
+            factors: by parameter name, fp32 of the unsharded parameter's shape; those of frozen parameters are ignored.
 
         Raises:
-            SurgeryError: factors have another shape than their parameter, or are 0 for all that trains.
+            SurgeryError: factors and parameter differ in shape, or every trainable element has the factor 0.
         """
         self._entries: list[tuple[nn.Parameter, Tensor]] = []
         self._before: list[Tensor] = []
@@ -125,7 +124,7 @@ class EntryFactors:
                 continue
             factor = factors.get(name)
             if factor is None:
-                moving += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty one behind
+                moving += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty parameter
                 continue
             if factor.shape != parameter.shape:
                 raise SurgeryError(f"{name}: factors are for {list(factor.shape)}, it is {list(parameter.shape)}")
@@ -135,22 +134,22 @@ class EntryFactors:
             raise SurgeryError("nothing would train: every entry that could has the factor 0")
 
     def __len__(self) -> int:
-        """Parameters that have factors."""
+        """Return the number of parameters that have factors."""
         return len(self._entries)
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Multiplies gradients, before they are clipped, and remembers where the parameters are."""
+        """Multiply the gradients, before clipping, and save the parameters' values."""
         for parameter, factors in self._entries:
             if parameter.grad is not None:
                 gradient = _local(parameter.grad)
-                # A product would keep nan and infinity.
+                # `where`, since 0 times nan or infinity is nan.
                 gradient.copy_(torch.where(factors == 0, 0, gradient * factors))
         self._before = [_local(parameter).detach().clone() for parameter, _ in self._entries]
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Multiplies what the optimizer's step did: gradient, momentum and weight decay alike."""
+        """Multiply the optimizer's update, which includes momentum and weight decay."""
         for (parameter, factors), before in zip(self._entries, self._before, strict=True):
             mine = _local(parameter)
             mine.copy_(
@@ -160,7 +159,7 @@ class EntryFactors:
 
 
 def _rule(rule: Any, where: str) -> tuple[Any, int, float]:
-    """Entries, the dimension along which they are named, and their factor."""
+    """Parse a rule to its indices, the dimension that they index, and the factor."""
     if not isinstance(rule, dict):
         return rule, 0, 0.0
     factor, ways = rule.get("factor", 0.0), {"rows", "columns"} & set(rule)
@@ -177,7 +176,7 @@ def _rule(rule: Any, where: str) -> tuple[Any, int, float]:
 
 
 def _index(rows: Any, tensor: Tensor, along: int, where: str) -> Any:
-    """An index along a dimension."""
+    """Convert the indices of a rule to an index along a dimension."""
     if rows is True:
         return ...
     size = tensor.shape[along] if tensor.ndim else 0

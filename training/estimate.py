@@ -1,25 +1,26 @@
-"""Bytes of a device and operations of a healing, from the shapes of its models.
+"""Memory and FLOPs of a healing run, estimated from the shapes of its models.
 
-With N_t the parameters that train, N_f the student's others, N_s the teacher's, c the bytes of a computed number, B T
-the tokens of a batch, D the hidden size, L layers and p processes, the peak of a device is the sum of
+With N_t the trainable parameters, N_f the student's frozen ones, N_s the teacher's, c the bytes of an element in the
+compute dtype, B T the tokens of a batch, D the hidden size, L layers and p processes, the peak memory of a device is
+the sum of
 
-    weights that train    4 N_t            fp32, whatever is computed in
+    trainable weights     4 N_t            fp32, whatever the compute dtype
     gradients             4 N_t            twice that where DDP averages them
     Adam's moments        8 N_t
-    other weights         c N_f
-    teacher               c N_s            none where its logits come from the disk
-    activations           c B T A          A: inputs and outputs of the layers' matrices, L D + the largest layer's with
-                                           gradient checkpointing; the attentions' alone where layers train apart
+    frozen weights        c N_f
+    teacher               c N_s            none if its logits come from disk
+    activations           c B T A          A: inputs and outputs of the layers' matrices; with gradient checkpointing
+                                           L D + the largest layer's; in the layer-wise stage the attentions' alone
     logits                6 chunks of fp32 logits
-    casts                 c N_t            what autocast makes of weights that train, below fp32
+    casts                 c N_t            autocast's copies of trainable weights, below fp32
 
-FSDP2 divides all but the teacher (its layers too with `shard_teacher`), activations and logits by p, and gathers two
-layers, embeddings and head. Operations are 2 a token and parameter of a matrix for a forward pass, as many for
-gradients of inputs, and as many for gradients of what trains; attention's own T² are left out.
+FSDP2 divides all but the teacher, activations and logits by p, and gathers two layers, embeddings and head. With
+`shard_teacher` it divides the teacher's layers too. FLOPs are 2 per token and matrix parameter for a forward pass, as
+many for gradients of inputs, and as many for gradients of trainable weights; the T² terms of attention are left out.
 
-Next to all that PyTorch allocates in a step of the demo model on a CPU (attention or all trained, fp32 or bf16, with
-gradient checkpointing or without, rows of 256 and 1,024 tokens) the peak is off by -13% to +10%
-(`tests/training/test_estimate.py`). Left out: CUDA's own memory and fragments (a GiB or more), norms, softmax, masks,
+Compared with all allocations of PyTorch in a step of the demo model on a CPU (attention or all trained, fp32 or bf16,
+with and without gradient checkpointing, rows of 256 and 1,024 tokens), the estimated peak is off by -13% to +10%
+(`tests/training/test_estimate.py`). Left out: CUDA's context and fragmentation (a GiB or more), norms, softmax, masks,
 data, loading and saving.
 """
 
@@ -42,24 +43,24 @@ from surgery.training.settings import HealSettings
 from surgery.training.trainable import choose_parameters, in_attention
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number that is computed."""
+"""Bytes of an element by compute dtype."""
 
 LOGIT_TENSORS = 6
-"""Tensors of the size of a chunk's fp32 logits that a divergence has at once."""
+"""Tensors of the size of a chunk's fp32 logits that a divergence holds at a time."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Forecast of a healing.
+    """Forecast of a healing run.
 
     Attributes:
-        parameters: of the student, those that train, and the teacher's.
-        processes: of one device each.
+        parameters: numbers of parameters: "student", "trained" and "teacher".
+        processes: number of processes, of one device each.
         sharded: whether FSDP2 or ZeRO-3 shards the student.
-        tokens_per_step: of all processes.
-        steps, tokens: of the budget; None where only time ends it.
-        memory: bytes of a device at its peak, by part.
-        total_flops: operations of the whole budget, all processes; None where only time ends it.
+        tokens_per_step: over all processes.
+        steps, tokens: budget of the run; None if only time limits it.
+        memory: peak bytes of a device by part.
+        total_flops: FLOPs of the whole budget over all processes; None if only time limits it.
     """
 
     parameters: dict[str, int]
@@ -81,10 +82,10 @@ class Estimate:
 
 
 def config_of(reader: CheckpointReader, settings: HealSettings) -> PreTrainedConfig:
-    """Load a checkpoint's config; of a vision-language model that of its language model, which is what trains.
+    """Load a checkpoint's config; for a vision-language model that of its language model, the part that trains.
 
     Raises:
-        SurgeryError: transformers does not know it.
+        SurgeryError: transformers does not know the architecture.
     """
     reader = language_model(reader)
     return with_standard_names(load_config(reader.path, trust_remote_code=settings.trust_remote_code))
@@ -98,12 +99,12 @@ def estimate(
     *,
     sharded: bool = False,
 ) -> Estimate:
-    """Count what a healing with these settings takes; nothing is loaded and no device looked at.
+    """Estimate memory and FLOPs of a healing run without loading weights or touching a device.
 
     Args:
-        student_config, teacher_config: of the models; None for no teacher.
-        settings: with a dtype that is none of the device's choosing.
-        sharded: over all processes, as FSDP2 does.
+        student_config, teacher_config: configs of the models; None for no teacher.
+        settings: with a dtype other than "auto".
+        sharded: whether FSDP2 shards the student over all processes.
 
     Raises:
         SurgeryError: dtype is "auto", or nothing would train.
@@ -141,7 +142,7 @@ def _memory(
     *,
     sharded: bool,
 ) -> dict[str, int]:
-    """Bytes of a device at its peak, by part."""
+    """Compute the peak bytes of a device, by part."""
     width, parts = WIDTHS[settings.dtype], processes if sharded else 1
     trained = _size(student, trained=True)
     memory = {
@@ -170,10 +171,10 @@ def _memory(
 
 
 def _activations(student: PreTrainedModel, settings: HealSettings) -> int:
-    """Numbers that a token keeps for the backward pass: A of this file's formula."""
+    """Count the elements that a token keeps for the backward pass: A of the module docstring."""
     hidden = student.get_input_embeddings().weight.shape[1]
     decoder = decoder_of(student)
-    if settings.weights().layerwise:  # gradients end in the attentions, whose inputs and outputs are recorded
+    if settings.weights().layerwise:  # gradients end in the attention modules, whose inputs and outputs are recorded
         inside = [each for name, each in decoder.layers.named_parameters() if each.ndim >= 2 and in_attention(name)]
         return 3 * hidden * len(decoder.layers) + sum(_width(matrix, student) for matrix in inside)
     layers = [sum(_width(matrix, student) for matrix in _matrices(layer)) for layer in decoder.layers]
@@ -181,20 +182,20 @@ def _activations(student: PreTrainedModel, settings: HealSettings) -> int:
 
 
 def _width(matrix: torch.Tensor, model: PreTrainedModel) -> int:
-    """Inputs and outputs of a matrix, of each of the experts' that a token passes."""
+    """Count the inputs and outputs of a matrix; for a 3D tensor of experts, over the experts that a token uses."""
     experts = matrix.shape[0] * share_of_experts(model.config) if matrix.ndim == 3 else 1
     return round(experts * (matrix.shape[-2] + matrix.shape[-1]))
 
 
 def _flops_per_token(student: PreTrainedModel, teacher: PreTrainedModel | None, settings: HealSettings) -> int:
-    """Operations of a token: forward and backward of the student, forward of the teacher."""
+    """Count the FLOPs of a token: forward and backward pass of the student, forward pass of the teacher."""
     passes = 3 if settings.gradient_checkpointing else 2
     flops = 2 * (passes * _passed(student) + _passed(student, trained=True))
     return flops + (0 if teacher is None else 2 * _passed(teacher))
 
 
 def _passed(model: PreTrainedModel, *, trained: bool = False) -> int:
-    """Elements of the matrices that a token passes in layers and head; with ``trained`` of those that train."""
+    """Count the active matrix parameters of a token in layers and head; with ``trained`` only the trainable ones."""
     share = share_of_experts(model.config)
     matrices = [*_matrices(decoder_of(model).layers), model.get_output_embeddings().weight]
     return sum(
@@ -207,7 +208,7 @@ def _matrices(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _layers_and_rest(model: PreTrainedModel) -> tuple[list[int], int]:
-    """Parameters of each decoder layer, and of all else."""
+    """Count the parameters of each decoder layer, and those outside the layers."""
     layers = [_size(layer) for layer in decoder_of(model).layers]
     return layers, _size(model) - sum(layers)
 

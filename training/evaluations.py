@@ -1,7 +1,7 @@
-"""Evaluations on the way: tasks of `surgery eval`, measured of the student as it is at a step.
+"""Evaluations during training: tasks of `surgery eval`, run on the student between steps.
 
-They are the tasks, texts, prompts and seeds that `surgery eval` takes by default, so that a number of a run and one of
-its checkpoint are of the same data. What computes them is the training's: its dtype, its batch size, its processes.
+Tasks, texts, prompts and seeds are the defaults of `surgery eval`, so that results during training and of the final
+checkpoint come from the same data. The dtype, batch size and processes are those of the training.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from surgery.training.settings import HealSettings
 
 WINDOWS, DECODED, PROMPTS = 24, 128, 48
 SEED, RECALL_SEED = 0, 1
-"""Seeds of `surgery eval`. Not the training's seed: runs with other seeds are measured on the same data."""
+"""Seeds of `surgery eval`, not of the training: runs with other seeds are evaluated on the same data."""
 
 
 class Evaluations:
-    """The tasks of a run, with their data.
+    """Evaluation tasks of a run, with their data.
 
     Attributes:
-        settings: of each task by its name, as a report of `surgery eval` has them.
+        settings: settings of each task by its name, as in a report of `surgery eval`.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class Evaluations:
         *,
         sharded: bool = False,
     ) -> None:
-        """Builds the tasks; nothing is measured yet.
+        """Build the tasks without running them.
 
         Args:
-            limit: most tokens that the student takes; None for any number.
-            processes: that share the batches among them.
-            sharded: whether every process holds a part of the student only. Then each of them runs every batch, for
-                all are needed in each pass.
+            limit: longest sequence that the student takes; None for no limit.
+            processes: processes that share the batches.
+            sharded: whether every process holds only a shard of the student. Every process then runs every batch, since
+                a forward pass needs all of them.
 
         Raises:
-            SurgeryError: a text cannot be read or is too short, or a task does not fit in a row's length.
+            SurgeryError: a text cannot be read or is too short, or a task does not fit in the sequence length.
         """
         self._length = min(settings.length, limit or settings.length)
         self._data, self._tokenizer = settings.evaluate_data or default_names(tokenizer), tokenizer
@@ -83,24 +83,24 @@ class Evaluations:
         )
 
     def measure(self, accelerator: Accelerator, module: nn.Module, student: PreTrainedModel) -> dict[str, Any]:
-        """Measures the student; all processes call it, and get the same.
+        """Evaluate the student. Every process must call it and gets the same results.
 
-        The training does not notice: random numbers, modes and weights are what they were.
+        Random states, training mode and weights are unchanged afterwards.
 
         Args:
-            module: what is trained, maybe wrapped; the student is a part of it.
+            module: the trained module, possibly wrapped, which contains the student.
 
         Returns:
-            By task, the numbers that tell most of its result; see `headline`.
+            The main metrics of each task; see `headline`.
 
         Raises:
-            SurgeryError: a task does not fit in its length, or the student cannot be measured so.
+            SurgeryError: a task does not fit in the sequence length, or cannot run on the student.
         """
 
         def run() -> dict[str, Any]:
             return {task.name: headline(task.name, task.run(student, self._session, None)) for task in self._tasks}
 
-        # Other shapes than those of a step would have the layers compiled again.
+        # Shapes other than a training step's would recompile the layers.
         eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
         with torch.no_grad(), same_random_numbers(accelerator.device), accelerator.autocast(), eager:
             return _within_forward(accelerator, module, run)
@@ -116,7 +116,7 @@ class Evaluations:
 
 
 def headline(task: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain numbers of a task's result for the run's log."""
+    """Return the main metrics of a task's result, for the run's log."""
     if task == "loss":
         losses = {"loss": result["loss"]}
         return losses | ({"cached_loss": result["cached"]["loss"]} if result["cached"] else {})
@@ -124,13 +124,13 @@ def headline(task: str, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def scalars(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `Evaluations.measure`, by `task/name`."""
+    """Flatten the results of `Evaluations.measure` to `task/name`."""
     return {f"{task}/{name}": value for task, results in evaluation.items() for name, value in results.items()}
 
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Leaves the random numbers of Python, NumPy and PyTorch, on the CPU and the device, as they were."""
+    """Restore the random states of Python, NumPy and PyTorch (CPU and device) after a ``with`` block."""
     python, others = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -141,20 +141,20 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 class _Alike(Processes):
-    """Every process does all of the work by itself, in step with the others."""
+    """Processes that each do all of the work, in lockstep."""
 
     def __init__(self) -> None:
         self.rank, self.count, self._state = 0, 1, None
 
 
 def _within_forward(accelerator: Accelerator, module: nn.Module, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Calls `run` in place of the forward pass of what is trained, and gives what it gives.
+    """Call `run` in place of the trained module's forward pass and return its result.
 
-    FSDP2 and ZeRO-3 have weights outside of the layers (embeddings, the head) whole only while a pass of the outermost
-    module goes on.
+    Under FSDP2 and ZeRO-3, weights outside the layers (embeddings, head) are gathered only during a forward pass of the
+    outermost module.
     """
     inner = accelerator.unwrap_model(module)
-    own = inner.__dict__.get("forward")  # accelerate's, which casts, stands on the module itself
+    own = inner.__dict__.get("forward")  # accelerate's casting wrapper, an attribute of the instance
     inner.forward = lambda _: run()
     try:
         return module(torch.zeros((), device=accelerator.device))

@@ -1,4 +1,4 @@
-"""Guards that end a run early: losses that explode, signals, memory that runs out."""
+"""Guards that end a run early: loss spikes, signals, out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from surgery.eval.memory import is_out_of_memory
 from surgery.training.settings import HealSettings
 
 WINDOW = 50
-"""Losses whose median a spike is measured against."""
+"""Number of latest losses whose median a spike is compared with."""
 
 FEWEST = 3
-"""Losses before there is a median to speak of."""
+"""Losses needed before spikes are checked."""
 
 FLOOR = 0.01
-"""Nats below which a median counts as this: what a student that is almost its teacher does is noise."""
+"""Lower bound of the median, in nats: the losses of a student that almost equals its teacher are noise."""
 
 PATIENCE = 3
-"""Losses in a row that are spikes and end a run: of few rows a step, a single one may just have been hard."""
+"""Consecutive spikes that end a run. With few rows per step, a single spike may just be a hard batch."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(SurgeryError):
-    """A run was asked to stop, and has saved what it had.
+    """Stop of a run by a signal, after its state was saved.
 
     Attributes:
-        code: exit code, 128 and the signal's number as shells have it.
+        code: exit code, 128 plus the signal number, as in shells.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -42,25 +42,25 @@ class Interrupted(SurgeryError):
 
 
 class SpikeGuard:
-    """Refuses losses that are not finite, and several in a row that are far above the last ones.
+    """Guard against losses that are not finite, and against consecutive loss spikes.
 
     Attributes:
-        recent: the last `WINDOW` losses that were no spikes; they belong in a checkpoint.
-        spikes: how many have come in a row; they do, too.
+        recent: the last `WINDOW` losses without spikes; part of a checkpoint.
+        spikes: number of consecutive spikes; part of a checkpoint.
     """
 
     def __init__(self, factor: float | None, recent: list[float] | None = None, spikes: int = 0) -> None:
-        """`factor` times the median of the last losses is too much; None refuses only nan and infinity."""
+        """Take losses above `factor` times the last losses' median as spikes; None only checks for nan and infinity."""
         self._factor, self.recent, self.spikes = factor, list(recent or []), spikes
 
     def check(self, loss: float, gradient_norm: float, step: int, last_good: Path | None) -> str | None:
-        """Looks at the loss of a step, counted from 1, before its update where that is possible.
+        """Check the loss of a step, counted from 1, before its update.
 
         Returns:
-            None, or of a spike what is to be said: its update should be left out.
+            None, or the message for a spike, whose update should be skipped.
 
         Raises:
-            SurgeryError: the loss or the gradient's norm is not finite, or the loss is the last of `PATIENCE` spikes.
+            SurgeryError: the loss or the gradient norm is not finite, or this is the spike number `PATIENCE` in a row.
         """
         where = f"step {step}: the loss is {loss:.4g}"
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
@@ -78,13 +78,13 @@ class SpikeGuard:
 
 
 class StopRequest:
-    """Remembers SIGTERM and SIGINT for the length of a `with` block.
+    """Context manager that records SIGTERM and SIGINT instead of stopping.
 
-    A second SIGINT acts as it would have without. A second SIGTERM does nothing: launchers pass on what schedulers and
-    `surgery heal` have sent to all processes already, and the state is still to be saved.
+    A second SIGINT reaches the previous handler. A second SIGTERM is ignored: launchers forward a signal that
+    schedulers and `surgery heal` have sent to all processes already, while the state is being saved.
 
     Attributes:
-        signal: its number, 0 while there was none.
+        signal: number of the first signal, 0 before it.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class StopRequest:
         for number in SIGNALS:
             try:
                 self._before[number] = signal.signal(number, self._take)
-            except ValueError:  # not the main thread, which alone may: its owner has to stop the run
+            except ValueError:  # only the main thread may set handlers; elsewhere the caller has to stop the run
                 break
         return self
 
@@ -112,7 +112,10 @@ class StopRequest:
 
 @contextmanager
 def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[None]:
-    """Turns running out of memory into a line that says which settings need less.
+    """Turn an out-of-memory error into an error message with settings that need less memory.
+
+    Args:
+        doing: returns the current activity, for the message.
 
     Raises:
         SurgeryError: the block ran out of memory, on an accelerator or in the CPU's allocator.
@@ -126,7 +129,7 @@ def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[
 
 
 def knobs(settings: HealSettings) -> list[str]:
-    """Return the settings that would take less memory, the cheapest first."""
+    """Return settings that need less memory, the cheapest first."""
     advice = []
     if settings.batch_size > 1:
         batch, steps = settings.batch_size // 2, settings.gradient_accumulation * settings.batch_size

@@ -1,7 +1,7 @@
-"""Heals a converted model: `accelerate launch -m surgery.training.heal --config FILE`, or `python -m` for one process.
+"""Healing of a converted model: `accelerate launch -m surgery.training.heal --config FILE`, or `python -m` alone.
 
-The file holds `HealSettings`. The healed checkpoint appears whole in `out`, in the student's class and dtypes, with
-`heal.json` and the log `heal.jsonl`. What a resumed run needs lies in `<out>.run`: run the same command to go on.
+The file holds `HealSettings`. The healed checkpoint is moved to `out` when it is complete, in the student's class and
+dtypes, with `heal.json` and the log `heal.jsonl`. `<out>.run` holds the training checkpoints: the same command resumes.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ REPORT = "heal.json"
 DECIDING = ("length", "train", "train_patterns", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
 DECIDING += ("schedule", "warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed")
 DECIDING += ("entry_factors",)
-"""Settings that a resumed run must have like the run before; limits, logging and saving may differ."""
+"""Settings that must not change when a run resumes; limits, logging and saving may."""
 
 
 def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """Trains a student and writes it; called by all processes alike.
+    """Train a student and write its checkpoint; every process must call it.
 
     Returns:
-        What heal.json says.
+        The content of heal.json.
 
     Raises:
-        Interrupted: SIGTERM or SIGINT came; the state was saved.
-        SurgeryError: anything that the user can put right.
+        Interrupted: SIGTERM or SIGINT arrived; the state was saved.
+        SurgeryError: invalid settings, models or data, or a failure that the user can fix.
     """
     settings.check_complete()
     check_tracker(settings)
@@ -104,7 +104,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     run = run.with_name(f"{run.name}.run")
     with ExitStack() as alone:
         processes.from_main(lambda: _make(run, alone, anew=not settings.resume))
-        # A tracker that refuses does so before anything large is read.
+        # The tracker starts before the models load, so that it fails early.
         log = _open_log(settings, accelerator, run, processes, progress)
         alone.callback(log.close)
         return _Run(settings, accelerator, run, log, processes, progress).train(student_reader, teacher_reader)
@@ -112,7 +112,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
 
 @dataclass
 class _Run:
-    """One healing at work: where it writes, and who is told."""
+    """Running healing: settings, accelerator, run folder, log and progress."""
 
     settings: HealSettings
     accelerator: Accelerator
@@ -123,18 +123,18 @@ class _Run:
 
     @property
     def sharded(self) -> bool:
-        """Return whether accelerate shards what trains."""
+        """Return whether accelerate shards the student."""
         return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
     def train(self, student_reader: CheckpointReader, teacher_reader: CheckpointReader | None) -> dict[str, Any]:
-        """Trains and writes the student; gives what heal.json says."""
+        """Train the student, write it, and return the content of heal.json."""
         settings, processes, progress = self.settings, self.processes, self.progress
         with progress.phase("hashing the models", None, "B") as advance:
             shas = processes.from_main(
                 lambda: [reader and reader.fingerprint(advance) for reader in (student_reader, teacher_reader)]
             )
-        # Whoever trusts code to run has it in the result, which does not load without it.
-        carried: list[CarriedFiles] = []  # of the main process, which writes
+        # Trusted remote code is copied to the result, which does not load without it.
+        carried: list[CarriedFiles] = []  # empty except on the main process, which writes
         keep_code = settings.trust_remote_code
         processes.from_main(lambda: carried.append(CarriedFiles.of(student_reader, keep_code=keep_code)))
         set_seed(settings.seed)
@@ -210,11 +210,11 @@ class _Run:
     def _models(
         self, student_reader: CheckpointReader, teacher_reader: CheckpointReader | None
     ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-        """The models on their devices, with the attention function that trains."""
+        """Load student and teacher to the device and set their attention functions."""
         settings, accelerator = self.settings, self.accelerator
         student = causal_model(student_reader, trust_remote_code=settings.trust_remote_code)
         if settings.nested_ranks:
-            nested_attentions(student)  # refuses before anything is prepared
+            nested_attentions(student)  # fails early if a layer has no latents
         if not self.sharded:
             student.to(accelerator.device)
         use_attention(student, settings.attention, accelerator.device)
@@ -235,7 +235,7 @@ class _Run:
     def _choose(
         self, student: PreTrainedModel, teacher: PreTrainedModel | None, factors: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Lets train what the settings ask for; gives the factors of entries by the names of what trains."""
+        """Set the trainable parameters; return the entry factors by the names of trainable parameters."""
         choose_parameters(student, self.settings, teacher)
         for name, parameter in student.named_parameters():
             if name in factors and not factors[name].any():
@@ -247,7 +247,7 @@ class _Run:
         return factors
 
     def _loop(self, loop: Loop, counts: dict[str, int]) -> None:
-        """Trains to the end, from the last checkpoint where there is one."""
+        """Run the loop, from the last checkpoint if `resume` is set and there is one."""
         settings, processes, trained, total = self.settings, self.processes, counts["trained"], counts["all"]
         self.log.write(
             "start", settings=settings.to_dict(), trains=trained, parameters=total, processes=processes.count
@@ -258,7 +258,7 @@ class _Run:
         loop.run()
 
     def _facts(self) -> dict[str, Any]:
-        """Return the facts of this machine and its tracker for heal.json."""
+        """Return the entries of heal.json about this machine and the tracker."""
         return {
             "precision": self.accelerator.mixed_precision,
             "device": self.accelerator.device.type,
@@ -276,7 +276,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _identity(settings: HealSettings, shas: list[str | None], data: HealingData, processes: int) -> dict[str, Any]:
-    """Return the facts that a resumed run must share with the run before, as plain values."""
+    """Return the values that must not change when the run resumes, as plain JSON values."""
     deciding = {name: json.loads(json.dumps(getattr(settings, name))) for name in DECIDING}
     models = {"student": shas[0], "teacher": shas[1], "data": data.data_sha256}
     return {
@@ -288,7 +288,7 @@ def _identity(settings: HealSettings, shas: list[str | None], data: HealingData,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m surgery.training.heal", description=heal.__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file of settings; configs/heal.yaml has all of them")
     options = parser.parse_args(arguments)
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Staging:
-    """The output folder, refused before anything is done if it cannot be written at the end."""
+    """Check that the output folder can be written at the end, and return its staging folder."""
     for reader in readers:
         if reader is not None:
             check_output(reader.source, Path(settings.out).expanduser())
@@ -322,7 +322,7 @@ def _staging(settings: HealSettings, *readers: CheckpointReader | None) -> Stagi
 def _open_log(
     settings: HealSettings, accelerator: Accelerator, run: Path, processes: Processes, progress: Progress
 ) -> RunLog:
-    """The log, without lines of steps that are taken again, and the tracker, which the main process alone starts."""
+    """Open the log, without lines of steps that run again, and start the tracker on the main process."""
     started: list[Tracker] = []
 
     def start() -> None:
@@ -341,7 +341,7 @@ def _open_log(
 def _make(run: Path, alone: ExitStack, *, anew: bool) -> None:
     WorkFolder(run, lambda: matching(RUN_FILES), PROOF).open()
     with disk_errors(run):
-        # Also of a training whose `surgery heal` was killed, and which saves what it has.
+        # The lock also guards against a training that outlives its killed `surgery heal` and still saves its state.
         alone.enter_context(kept_apart(run))
         if anew and (checkpoints := run / "checkpoints").exists():
             is_owned = matching(CHECKPOINT_FILES)

@@ -1,4 +1,4 @@
-"""Facts of a batch's documents that the host knows, passed to transformers before it asks the device."""
+"""Patch of transformers' packed-sequence detection, which would wait for the device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import LongTensor, Tensor
 from transformers import masking_utils
 
 ASKS = "find_packed_sequence_indices"
-"""The function of `transformers.masking_utils` that looks, once a forward pass, whether positions start again."""
+"""Function of `transformers.masking_utils` that checks, once a forward pass, whether position ids restart."""
 
 
 @contextmanager
 def known_documents(packed: bool | None) -> Iterator[None]:
-    """Have masks made in a ``with`` block without a look at the positions, for which the host would wait.
+    """Build masks in a ``with`` block without reading position ids on the host, which would synchronize the device.
 
     Args:
-        packed: whether positions start again within a row; None has transformers look.
+        packed: whether position ids restart within a row; None leaves the check to transformers.
     """
     asks = getattr(masking_utils, ASKS, None)
     if packed is None or asks is None:

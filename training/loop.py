@@ -1,8 +1,8 @@
-"""The loop: batches in, losses, gradients and updates, and everything that may go wrong between them.
+"""Training loop: batches, losses, gradients, updates, measurements, checkpoints and stops.
 
 Step s of a global batch of b sequences takes sequences s·b to (s + 1)·b - 1, dealt to the processes. The loss of a step
-is its sum over all predicting positions of the global batch, over their number: neither the number of processes nor
-accumulation changes the gradient. All decisions (to stop, to save) are made from numbers that the processes share.
+is the mean over all predicting positions of the global batch, so neither the number of processes nor gradient
+accumulation changes the gradient. Decisions (to stop, to save) depend only on values that all processes share.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from surgery.training.top_k import TopK
 
 @dataclass
 class Training:
-    """Parts that the loop works on, prepared by the accelerator and on its device.
+    """Inputs of the training loop, prepared by the accelerator and on its device.
 
     Attributes:
-        module: gives losses as `distillation.Distillation` does; `names` are the parts of its measurements.
-        identity: what may not change when a run is resumed, as plain values.
-        cached: the teacher's logits of sequences by number, or None.
-        evaluations: tasks to measure on the way, or None.
-        keeps_best: whether the state of least held-out KL divergence is written, the start included: of models that
-            read values in bits, where a step that is too large undoes what the conversion has.
+        module: a `distillation.Distillation`, possibly wrapped; `names` are the losses that it measures.
+        identity: values that must not change when a run resumes, as plain JSON values.
+        cached: returns the teacher's logits for sequence numbers; None without cached logits.
+        evaluations: tasks to run between steps, or None.
+        keeps_best: whether to write the state with the lowest held-out KL divergence, the initial state included. Set
+            for models with quantized caches, where too large a step undoes the conversion's calibration.
     """
 
     accelerator: Accelerator
@@ -67,11 +67,11 @@ class Training:
 
 
 class Loop:
-    """One run of a training, from wherever its last checkpoint left it.
+    """Training loop of one run.
 
     Attributes:
-        at: how far it is.
-        ended: why it ended, in words; empty before.
+        at: position of the run.
+        ended: reason for the end; empty before.
     """
 
     def __init__(self, training: Training) -> None:
@@ -96,25 +96,25 @@ class Loop:
 
     @property
     def judge(self) -> str:
-        """The held-out loss that says which state is best."""
+        """Name of the held-out loss by which the best state is chosen."""
         return "kl" if self._t.keeps_best and "kl" in self._t.names else "cross_entropy"
 
     @property
     def takes_best(self) -> bool:
-        """Return whether the best state is written, not the last."""
+        """Return whether the best state is written instead of the last."""
         return self._t.keeps_best or self._t.settings.patience is not None
 
     def resume(self) -> bool:
-        """Goes on from the newest whole checkpoint; false if there is none.
+        """Resume from the newest complete checkpoint; return False if there is none.
 
         Raises:
-            SurgeryError: the checkpoint is of other data, models or settings.
+            SurgeryError: the checkpoint was made with other data, models or settings.
         """
         path = self._t.checkpoints.latest(self._t.progress.note)
         if path is None:
             return False
         state = self._t.checkpoints.load(path)
-        # A setting that was removed since then does not count.
+        # Settings that were removed since then are ignored.
         saved_names = {name for name in state["identity"] if removal(name) is None}
         for name in sorted(self._t.identity.keys() | saved_names):
             value, saved_value = self._t.identity.get(name), state["identity"].get(name)
@@ -124,10 +124,10 @@ class Loop:
                     f"was made with {name} {saved_value!r}, not {value!r}; set it back, or discard it by --restart"
                     " (resume false), or use another out",
                 )
-        # Earlier versions kept a place in streamed data, which this one does not have.
+        # Earlier versions stored a position in streamed data.
         self.at = Position(**{name: value for name, value in state["position"].items() if name != "data"})
         self._saved_step = self.at.step
-        self._t.accelerator.step = 0  # accelerate's own count of batches, which is between two steps here
+        self._t.accelerator.step = 0  # accelerate's count of accumulated batches; checkpoints lie between steps
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
         if message := other_threads(state.get("threads"), torch.get_num_threads()):
             self._t.progress.note(f"{path}: {message}")
@@ -135,12 +135,12 @@ class Loop:
         return True
 
     def run(self) -> None:
-        """Trains until the budget is used up, the held-out loss stops falling, or something stops it.
+        """Train until the budget is used up or the held-out loss stops falling.
 
         Raises:
-            Interrupted: SIGTERM or SIGINT came; a checkpoint was saved.
-            SurgeryError: the loss is not finite, or a spike several times in a row; memory ran out; a checkpoint cannot
-                be written.
+            Interrupted: SIGTERM or SIGINT arrived; a checkpoint was saved.
+            SurgeryError: the loss is not finite or spikes several times in a row, memory ran out, or a checkpoint
+                cannot be written.
         """
         settings = self._t.settings
         self._began = time.monotonic() - self.at.seconds
@@ -174,12 +174,12 @@ class Loop:
         return [collate([self._t.sequences.sequence(number) for number in some]) for some in numbers], numbers
 
     def _shared(self, batches: list, stop: StopRequest) -> tuple[int, float, int]:
-        """Predicting positions of all processes, the first one's clock, and a signal that any of them got."""
+        """Return values that all processes share: predicting positions, rank 0's clock, and a received signal or 0."""
         mine = [float(sum(batch.predicted for batch in batches)), 0.0, float(stop.signal)]
         if self._t.accelerator.is_main_process:
             mine[1] = time.monotonic() - self._began
         predicted, seconds, signals = summed(self._t.accelerator, mine)
-        # Several processes may have got it: their sum says only that there was one.
+        # Several processes may have received a signal: the sum only says whether there was one.
         return round(predicted), seconds, (stop.signal or 15) if signals else 0
 
     def _step(self, batches: list, numbers: list[list[int]], predicted: int) -> None:
@@ -195,7 +195,7 @@ class Loop:
         *values, norm = _read([*sums.values(), 0.0 if norm is None else norm])
         losses = dict(zip(sums, (value / self._averaged for value in summed(t.accelerator, values)), strict=True))
         guard = self._guard(share)
-        # A scaler of fp16 losses finds its scale by gradients that overflow, and skips their steps itself.
+        # The fp16 loss scaler finds its scale by overflowing gradients, and skips these steps itself.
         checked = 0.0 if t.accelerator.scaler is not None else norm
         spike = guard.check(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
         self._update(spike)
@@ -208,7 +208,7 @@ class Loop:
         self._report({**losses, **drawn}, rate, norm, time.monotonic() - began, **left_out)
 
     def _backward(self, batches: list, numbers: list[list[int]], positions: float) -> dict[str, Tensor]:
-        """Accumulates gradients of the batches; gives the sums of the loss and its parts, on their device."""
+        """Accumulate the gradients of the batches; return the sums of the loss and its parts, on their device."""
         accelerator, module, cached = self._t.accelerator, self._t.module, self._t.cached
         sums: dict[str, Tensor] = {}
         for batch, rows in zip(batches, numbers, strict=True):
@@ -221,7 +221,7 @@ class Loop:
         return sums
 
     def _update(self, spike: str | None) -> None:
-        """Takes the optimizer's step, but for a loss that is a spike, which is told."""
+        """Step the optimizer; after a spike, report it and skip the step."""
         t = self._t
         if spike is not None:
             t.progress.note(spike)
@@ -231,12 +231,11 @@ class Loop:
         t.optimizer.zero_grad()
 
     def _drawn_ranks(self) -> AbstractContextManager[float | None]:
-        """Cuts the student for the coming step; gives the share of latents that all its blocks have, None if none."""
+        """Mask latents for the coming step; yields the share that all blocks keep, None if they differ."""
         return nullcontext(1.0) if self._nested is None else self._nested.drawn(self.at.step)
 
     def _guard(self, share: float | None) -> SpikeGuard:
-        """Return the guard that compares a loss with the last ones of its share of latents; with none where blocks have
-        several."""
+        """Return the guard with the last losses at this share of latents; without spike checks if blocks differ."""
         recent = self.at.recent if share == 1 else self.at.recent_nested.get(f"{share}")
         return SpikeGuard(None if share is None else self._t.settings.spike, recent, self.at.spikes)
 
@@ -248,7 +247,7 @@ class Loop:
             self.at.recent_nested[f"{share}"] = guard.recent
 
     def _set_learning_rate(self) -> float:
-        """Set and return the learning rate of the middle of the coming step."""
+        """Set and return the learning rate at the middle of the coming step."""
         at, settings = self.at, self._t.settings
         tokens = at.tokens + self._batch * settings.length / 2
         used = self._budget.used(at.step + 0.5, tokens, at.seconds)
@@ -284,7 +283,7 @@ class Loop:
             )
 
     def _measure(self) -> None:
-        """Takes the held-out loss, and decides whether it has stopped falling."""
+        """Measure the held-out loss; save the best state, and end the run after `patience` measurements without one."""
         t, at = self._t, self.at
         if not t.held_out:
             return
@@ -311,12 +310,12 @@ class Loop:
             self.ended = f"held-out loss has not fallen for {at.waited} measurements"
 
     def _held_out_losses(self) -> tuple[dict[str, float], float]:
-        """Held-out losses by name, those of slices as "cross_entropy_at_0.5"; and the mean cross-entropy of all."""
+        """Return held-out losses by name ("cross_entropy_at_0.5" for a share), and the mean cross-entropy of shares."""
         t, losses = self._t, {}
         for share in self._nested.shares if self._nested is not None else (1.0,):
             with self._nested.cut(share) if self._nested is not None else nullcontext():
                 values = held_out_losses(t.accelerator, t.module, t.held_out, t.settings.batch_size, t.names)
-            if share != 1:  # its teacher is whole all the same
+            if share != 1:  # the teacher's own loss does not depend on the share
                 values = {
                     f"{name}_at_{share:g}": value for name, value in values.items() if not name.startswith("teacher")
                 }
@@ -325,7 +324,7 @@ class Loop:
         return losses, sum(entropies) / len(entropies)
 
     def _evaluate(self) -> None:
-        """Takes the tasks of an evaluation, where there are any and this step has none yet."""
+        """Run the evaluation tasks, unless this step has results already."""
         t, at = self._t, self.at
         if t.evaluations is None or (at.evaluations and at.evaluations[-1]["step"] == at.step):
             return
@@ -342,7 +341,7 @@ class Loop:
 
     @contextmanager
     def _off_the_clock(self, doing: str) -> Iterator[None]:
-        """Measuring is no training: the budget's seconds stand still, whatever is measured and how often."""
+        """Exclude the time of a ``with`` block from the budget's seconds; for measurements."""
         self._doing, began = doing, time.monotonic()
         yield
         spent = time.monotonic() - began
@@ -383,7 +382,7 @@ class Loop:
         )
 
     def _finish(self) -> None:
-        """Measures at the end, saves, and takes the best state back where that is asked for."""
+        """Measure and save at the end, and load the best state if it is to be written."""
         t, at = self._t, self.at
         if at.measured_step != at.step:
             self._measure()
@@ -398,7 +397,7 @@ class Loop:
 
 
 def _read(values: Sequence[Tensor | float]) -> list[float]:
-    """Return scalars as plain numbers; those on a device come in one transfer, for which the host waits."""
+    """Return scalars as floats, with one transfer (a synchronization) for those on a device."""
     whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
     tensors = [value.double() for value in whole if isinstance(value, Tensor)]
     numbers = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist())

@@ -1,11 +1,11 @@
-"""Losses between what the layers of a student and of its teacher give: in one run of both, or each layer alone.
+"""Losses between the layer outputs of student and teacher: in full forward passes, or layer by layer.
 
-Matching layers' outputs makes the student's residual stream follow the teacher's; matching attentions' outputs asks it
-of the converted part only. In a run of its own the student's errors reach later layers, which learn to undo them. In
-the layer-wise stage every attention is given its teacher's input instead, as in CSKV (Wang et al., arXiv:2409.10593),
-so that no layer depends on another and the gradient ends inside of it.
+Matching the outputs of layers makes the student's residual stream follow the teacher's; matching the outputs of
+attention modules constrains the converted part only. In a full forward pass the student's errors reach later layers,
+which learn to correct them. In the layer-wise stage every attention gets its teacher's input instead, as in CSKV (Wang
+et al., arXiv:2409.10593), so that layers are independent and the gradient ends inside each.
 
-A pass of the teacher comes first, under `torch.no_grad`, and costs B·T·D numbers a layer and kind while the student's
+The teacher runs first, under `torch.no_grad`. Its recording takes B·T·D elements per layer and kind while the student
 runs.
 """
 
@@ -28,17 +28,17 @@ def layer_errors(
     valid: BoolTensor | None = None,
     positions: float | None = None,
 ) -> Tensor:
-    """The squared error of each layer, relative to the teacher's mean square: [L] in fp32 (fp64 for fp64 inputs).
+    """Compute the relative squared error of each layer: [L] in fp32 (fp64 for fp64 inputs).
 
-    Every sequence is measured by its own teacher's mean square, so that the result is the same however sequences are
-    dealt to processes and batches; then all valid positions count the same.
+    Errors of a sequence are divided by the teacher's mean square on that sequence, so that the result does not depend
+    on how sequences are dealt to processes and batches. All valid positions have equal weight.
 
     Args:
         student: L tensors [B, T, D], with gradients if they are enabled.
-        teacher: as many of the same shape; no gradient.
-        valid: [B, T], the positions that count; all if None. A text's first token, whose hidden states are huge in many
-            models, may be worth leaving out.
-        positions: what the sums over positions are divided by; None for the number of valid ones. See
+        teacher: L tensors of the same shapes; no gradient.
+        valid: mask [B, T] of the positions to compare; None for all. Consider masking the first token of a text, whose
+            hidden states are huge in many models.
+        positions: divisor of the sums over positions; None for the number of valid positions. See
             `objectives.logit_losses`.
 
     Raises:
@@ -59,34 +59,34 @@ def matching_loss(
     valid: BoolTensor | None = None,
     positions: float | None = None,
 ) -> Tensor:
-    """The mean over layers of `layer_errors`, a scalar: the parts `hidden` and `attention` of the objective."""
+    """Compute the mean of `layer_errors` over layers, a scalar: the objective's losses `hidden` and `attention`."""
     return layer_errors(student, teacher, valid, positions).mean()
 
 
 @contextmanager
 def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Recording]:
-    """Run each attention of the student on its teacher's input, for the length of a ``with`` block.
+    """Run each attention of the student on its teacher's input in a ``with`` block.
 
-    Everything else that an attention is called with (masks, positions, rotary embeddings, what layers share) is of the
-    student's own making, so that teacher and student may be of different classes. Its output is recorded, with
-    gradients; the student's residual stream goes on with the teacher's output instead. So gradients end in the
-    attention (or the attentions, where some share their caches), and MLPs run without any unless they train.
+    All other arguments of an attention (masks, position ids, rotary embeddings, states that layers share) are the
+    student's own, so teacher and student may be of different classes. The attention's output is recorded with
+    gradients, and replaced in the residual stream by the teacher's output. So gradients end in the attention (or in
+    several that share a cache), and MLPs run without gradients unless they train.
 
-    The block holds forward passes; backward passes may follow it. Other parameters than the attentions' get no
-    gradient: DDP must be told (`find_unused_parameters`) if they would train. FSDP that reshards after the forward
-    pass gathers a layer's weights again when its output's gradient arrives, and here none does: keep them gathered.
+    The block holds forward passes; backward passes may follow it. Only attention parameters get gradients: set DDP's
+    `find_unused_parameters` if others are trainable. FSDP with resharding after the forward pass would gather a layer's
+    weights again when the gradient of its output arrives, which never happens here: keep them gathered.
 
     Args:
-        student: with as many layers and the same hidden size; not under gradient checkpointing, which would save
-            nothing here.
-        teacher: a recording of `attention` and `inputs` of the same tokens.
+        student: model with the teacher's number of layers and hidden size; without gradient checkpointing, which would
+            save nothing here.
+        teacher: a recording of `attention` and `inputs` for the same tokens.
 
     Yields:
-        A recording of the student with `attention`, to be compared with the teacher's by `layer_errors`.
+        A recording of the student's `attention`, for `layer_errors` against the teacher's.
 
     Raises:
-        SurgeryError: the student has another number of layers, or (while it runs) another hidden size, other tokens or
-            gradient checkpointing.
+        SurgeryError: the number of layers differs; or, during the forward pass, the hidden size or the tokens differ or
+            gradient checkpointing is on.
     """
     decoder = decoder_of(student)
     inputs, outputs = teacher.inputs, teacher.attention
@@ -94,7 +94,7 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
 
     def give_input(layer: int) -> Callable[..., tuple[tuple, dict[str, Any]]]:
         def give(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            # It would run layers again after the block, where nobody hands them the teacher's inputs.
+            # Checkpointing reruns layers in the backward pass, after the hooks are removed.
             if decoder.training and getattr(decoder.layers[layer], "gradient_checkpointing", False):
                 raise SurgeryError("the layer-wise stage runs without gradient checkpointing: turn it off")
             own = args[0] if args else kwargs["hidden_states"]
@@ -115,7 +115,7 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
 
     with recorded(student, attention=True) as record, ExitStack() as stack:
         for index, layer in enumerate(decoder.layers):
-            # After those of the recording, which so sees the student's own output.
+            # Registered after the recording's hooks, so that these see the student's own output.
             hook = attention_of(layer).register_forward_pre_hook(give_input(index), with_kwargs=True)
             stack.callback(hook.remove)
             stack.callback(attention_of(layer).register_forward_hook(give_output(index)).remove)
@@ -123,7 +123,7 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
 
 
 def _same_tokens(teacher: Tensor, start: int, own: Tensor) -> Tensor:
-    """The teacher's states at the tokens of which the student has its ``own``, in its dtype and on its device."""
+    """Return the teacher's states at the tokens of ``own``, the student's, in its dtype and on its device."""
     states = teacher[:, start : start + own.shape[1]]
     if states.shape != own.shape:
         raise SurgeryError(
@@ -134,7 +134,7 @@ def _same_tokens(teacher: Tensor, start: int, own: Tensor) -> Tensor:
 
 
 def _summed_error(student: Tensor, teacher: Tensor, valid: BoolTensor | None) -> Tensor:
-    """Sum over valid positions of one layer's squared error over its sequence's mean square."""
+    """Sum one layer's relative squared errors over valid positions; see `layer_errors`."""
     if student.shape != teacher.shape:
         raise SurgeryError(
             f"outputs {list(student.shape)} of a student's layer, {list(teacher.shape)} of its teacher's: they cannot"

@@ -1,4 +1,4 @@
-"""Numbers of a run that all its processes agree on: held-out losses, sums, memory."""
+"""Measurements of a run: held-out losses, sums over processes, peak memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from surgery.training.data import IGNORED, TrainingRow, collate
 def held_out_losses(
     accelerator: Accelerator, module: nn.Module, rows: Sequence[TrainingRow], batch_size: int, names: Sequence[str]
 ) -> dict[str, float]:
-    """Mean losses, in nats per predicted token, over all rows; the same on every process.
+    """Compute mean losses over all rows, in nats per predicted token; equal on every process.
 
-    Rows are dealt to the processes in batches, of which each process computes as many as the others, since those of a
-    sharded model must: what it has too few of are batches that predict nothing.
+    Rows are dealt to the processes in batches. Every process runs equally many, as a sharded model requires; batches
+    without labels fill up the rest.
 
     Args:
-        module: a `distillation.Distillation`, maybe wrapped; it measures in evaluation mode.
-        names: of the parts that it gives.
+        module: a `distillation.Distillation`, possibly wrapped; runs in evaluation mode.
+        names: names of the losses that it returns.
     """
     batches = [collate(rows[first : first + batch_size]) for first in range(0, len(rows), batch_size)]
     nothing = replace(batches[0], labels=torch.full_like(batches[0].labels, IGNORED), predicting=None)
@@ -39,14 +39,14 @@ def held_out_losses(
             _, parts = module(batch.to(accelerator.device), 1.0, measure=True)
             sums.append(torch.stack([parts[name] for name in names]))
     totals = [0.0] * len(names)
-    for values in torch.stack(sums).tolist():  # here the device is waited for, once
+    for values in torch.stack(sums).tolist():  # the only synchronization with the device
         totals = [total + value for total, value in zip(totals, values, strict=True)]
     *totals, positions = summed(accelerator, [*totals, float(predicted)])
     return {name: total / max(positions, 1.0) for name, total in zip(names, totals, strict=True)}
 
 
 def summed(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
-    """Sums of plain numbers over all processes, the same on each."""
+    """Sum floats over all processes; every process gets the sums."""
     if accelerator.num_processes == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
@@ -54,5 +54,5 @@ def summed(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held: handed out by PyTorch on CUDA, resident on a CPU."""
+    """Return the peak memory of this process in bytes: PyTorch's allocator on CUDA, resident memory on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_peak()

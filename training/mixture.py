@@ -1,4 +1,4 @@
-"""Several sources as one, each with its share of the sequences."""
+"""Weighted mixture of data sources."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from surgery.training.shuffling import interleaving
 
 
 class MixedSequences:
-    """Sequences dealt out over sources by weight, in an order that repeats after at most a thousand. See `Sequences`.
+    """Sequences interleaved from several sources by weight, with a period of at most 1,000. See `Sequences`.
 
-    Number n of the mixture is the next unused number of its source, so that each source is gone through in order,
-    epoch after epoch, at its own pace.
+    Every sequence of the mixture is the next one of its source, so that each source is read in order, epoch after
+    epoch, at its own rate.
     """
 
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[float]) -> None:
-        """`weights` are relative; see `surgery.training.shuffling.interleaving`."""
+        """Mix `parts` by relative `weights`; see `surgery.training.shuffling.interleaving`."""
         self._parts, self._weights = list(parts), list(weights)
         self._order = interleaving(weights)
         ones = self._order[:, None] == np.arange(len(self._parts))
@@ -44,6 +44,6 @@ class MixedSequences:
 
 
 def shares_of(count: int, weights: Sequence[float]) -> list[int]:
-    """Return how many of the first `count` sequences of a mixture each part has."""
+    """Count the sequences of each part among the first `count` of a mixture."""
     order = interleaving(weights)
     return np.bincount(order[np.arange(count) % len(order)], minlength=len(weights)).tolist()

@@ -1,4 +1,4 @@
-"""The models of a healing: loaded, and written again with what was trained."""
+"""Dtypes of the models in training, and writing of the healed checkpoint."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters
 
 ADAPTER = "adapter"
-"""Folder of the LoRA adapter in a healed checkpoint; its weights are merged into the model besides."""
+"""Folder of the LoRA adapter in a healed checkpoint; the model's weights have it merged, too."""
 OWN_CLASSES = (SurgeryConfig.model_type, SurgeryPicturesConfig.model_type)
 
 
 def check_writable(reader: CheckpointReader) -> None:
-    """Raises SurgeryError where a student's class has other names than what trains, or its cache keeps groups of
-    tokens in few bits, which training does not read."""
+    """Raise SurgeryError for students that healing cannot write: unconverted GPT-2 or GPT-NeoX, whose parameters have
+    other names in training, and caches that quantize groups of tokens, as earlier versions wrote them."""
     if (kind := reader.config.get("model_type")) in DECODERS:
         raise SurgeryError(f"{reader.source}: a {kind} as it came, which healing does not write: convert it first")
     if (reader.config.get("text_config") or reader.config).get("kv_cache") is not None:
@@ -40,19 +40,20 @@ def check_writable(reader: CheckpointReader) -> None:
 
 
 def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
-    """Makes what trains fp32 and what does not `computed`, in place. Buffers stay: RoPE frequencies need their bits."""
+    """Cast trainable parameters to fp32 and frozen ones to `computed`, in place. Buffers keep their dtype, since RoPE
+    frequencies need fp32."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else computed)
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that train, whole and on the CPU; all processes of a sharded model must call it."""
+    """Return unsharded copies of the trainable parameters on the CPU; every process of a sharded model must call it."""
     return {name: _whole(each).cpu().clone() for name, each in model.named_parameters() if each.requires_grad}
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
-    """A parameter as it would be without FSDP2 or ZeRO-3."""
+    """Gather a parameter that FSDP2 or ZeRO-3 shards."""
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -68,26 +69,26 @@ def write_healed(
     folder: Path,
     carried: CarriedFiles,
 ) -> None:
-    """Writes the student's checkpoint with trained tensors in place of its own, in its class and dtypes.
+    """Write the healed checkpoint: the student with its trained tensors, in its class and dtypes.
 
-    Everything that did not train is what it was, bit for bit.
+    Frozen tensors are bit-identical to the student's.
 
     Args:
-        reader: of the student's checkpoint.
-        trained: by the names of the student's parameters, with adapters if the settings have them; fp32.
-        folder: exists; what is in it stays.
+        reader: reader of the student's checkpoint.
+        trained: fp32 tensors by the student's parameter names, or by the names of its LoRA adapters.
+        folder: existing output folder; files in it stay.
         carried: files next to the student's weights, as they were before the training.
 
     Raises:
-        SurgeryError: a tensor has no place in the student, the student is another by now, or the disk is full.
+        SurgeryError: the student lacks a trained parameter, its checkpoint has changed, or the disk is full.
     """
     model = causal_model_unchecked(reader, trust_remote_code=settings.trust_remote_code)
-    reader.check_unchanged()  # a file that was merely touched is no reason to lose a training
+    reader.check_unchanged()  # by hash: a changed timestamp alone must not lose a training
     if settings.train == "lora":
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha, settings.lora_modules)
         _fill(model, trained)
-        if not reader.stored_names:  # a whole vision-language model has other names than what trained
+        if not reader.stored_names:  # in a vision-language model the adapter's module names would not match
             with disk_errors(folder):
                 adapted.save_pretrained(folder / ADAPTER)
         model = adapted.merge_and_unload()
@@ -113,7 +114,7 @@ def _fill(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
 
 
 def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path) -> None:
-    """Weight files of a vision-language model with its language model as it is now; all else bit for bit."""
+    """Write the weight files of a vision-language model with the healed language model; other tensors are unchanged."""
     state = model.state_dict()
     now = {stored: state[name] for name, stored in reader.stored_names.items()}
     for path in sorted(reader.model_folder().glob("*.safetensors*")):
@@ -121,7 +122,7 @@ def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path
             shutil.copyfile(path, folder / path.name)
         else:
             before = load_file(path)
-            # Experts of Qwen3-VL are stored the other way round than its class has them.
+            # Qwen3-VL stores experts transposed.
             turned = {
                 name: now[name] if now[name].shape == old.shape else now[name].mT
                 for name, old in before.items()
@@ -132,9 +133,9 @@ def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path
 
 
 def _copy_rest(carried: CarriedFiles, folder: Path) -> None:
-    """Copies what is carried, config.json and records, in the place of what transformers wrote; adds our own code.
+    """Copy config.json, the other model files and the records over those of transformers; add the remote code.
 
-    Its config would leave out names that other engines read, and add what only it reads.
+    The config of transformers would lack keys that other engines read, and add keys that only transformers reads.
     """
     for name in (CONFIG, *carried.names, *carried.records):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Nested ranks: one training of which every slice of the student is a good model (MatryoshkaKV, arXiv:2410.14731).
+"""Nested ranks: training after which every slice of the student is a good model (MatryoshkaKV, arXiv:2410.14731).
 
-Conversions to latents leave them in the order of what they are worth, and a smaller checkpoint keeps the first so many
-of every block. A plain healing looks at all of them only. Here every step draws how many count, and the others are
-zero for that step: what runs is what a slice computes, and latents that were dropped get no gradient.
+Conversions order latents by importance, and a slice keeps the first elements of every block. Plain healing trains with
+all of them only. Here every step draws a rank per block and zeroes the latents beyond it: the step computes exactly
+what the slice computes, and zeroed latents get no gradient.
 
-Nothing here knows methods: an attention says by `latent_slices` which outputs of its `kv_down` are latents.
+An attention declares by `latent_slices` which outputs of its `kv_down` are latents, whatever the conversion method.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from surgery.common.errors import SurgeryError
 from surgery.training.recording import attention_of, decoder_of
 
 ALIKE = 0.5
-"""Share of the steps that cut all blocks to one share, as slices are; otherwise each block draws its own."""
+"""Fraction of the steps that cut all blocks to one share, as slices do; otherwise each block draws its own."""
 
 MASK = "latent_mask"
-"""Buffer of a down projection, in no checkpoint: 1 for an output that counts, 0 for one that does not."""
+"""Non-persistent buffer of a down-projection: 1 for outputs that are kept, 0 for outputs that are zeroed."""
 
 
 class NestedRanks:
-    """Mask that zeroes the latents of a student beyond drawn ranks.
+    """Masks that zero the latents of a student beyond drawn ranks.
 
-    The draw of a step follows from seed, step, layer and block alone: a resumed run draws what one without a stop does,
-    and all processes and batches of a step draw alike. Outside of `drawn` and `cut` nothing is zero.
+    A draw depends on seed, step, layer and block alone: a resumed run draws like an uninterrupted one, and all
+    processes and batches of a step draw alike. Outside `drawn` and `cut` nothing is masked.
 
     Attributes:
-        shares: of every block's latents that may be drawn.
+        shares: fractions of a block's latents to draw from.
     """
 
     def __init__(self, student: nn.Module, shares: Sequence[float], seed: int) -> None:
-        """Mask a student as it trains, on its device, with whatever was put into it or around it.
+        """Register masks on a student, which is on its device and may be wrapped or have adapters.
 
         Raises:
             SurgeryError: a layer has no latents that can be cut.
@@ -48,20 +48,20 @@ class NestedRanks:
         self._downs = [attention.kv_down for attention in attentions]
         self._blocks = [attention.latent_slices for attention in attentions]
         self._whole = [block.stop - block.start for blocks in self._blocks for block in blocks]
-        self._ranks = self._whole  # that count now
+        self._ranks = self._whole  # current ranks
         for down in self._downs:
             weight = next(down.parameters())
             width = getattr(down, "out_features", None) or len(weight)
-            # A buffer that is refilled and never exchanged: a compiled layer reads it without being compiled again.
+            # The buffer is refilled in place and never replaced, so that compiled layers are not recompiled.
             down.register_buffer(MASK, torch.ones(width, device=weight.device), persistent=False)
             down.register_forward_hook(_masked)
 
     @contextmanager
     def drawn(self, step: int) -> Iterator[float | None]:
-        """Cuts for the length of a ``with`` block to what a step, counted from 0, draws.
+        """Cut blocks to the shares drawn for a step, counted from 0, in a ``with`` block.
 
-        Every share is equally likely. Half of the steps draw one for all blocks, since that is what a slice has, and
-        gives it; the others draw one for every block, as the paper does, and give None.
+        Every share is equally likely. Half of the steps draw one share for all blocks, as slices have, and yield it.
+        The others draw one per block, as in the paper, and yield None.
         """
         alike, which = _numbers(2, self._seed, step)
         share = self._share(which) if alike < ALIKE else None
@@ -71,16 +71,16 @@ class NestedRanks:
 
     @contextmanager
     def cut(self, share: float) -> Iterator[None]:
-        """Cuts every block to a share of its latents for the length of a ``with`` block."""
+        """Cut every block to a share of its latents in a ``with`` block."""
         with self._cut(lambda layer, block: share):
             yield
 
     def kept(self) -> float:
-        """Share of all latents of the student that count now."""
+        """Return the share of the student's latents that is not masked now."""
         return sum(self._ranks) / sum(self._whole)
 
     def _share(self, number: float) -> float:
-        """One of the shares, by a number from 0 to below 1."""
+        """Map a number in [0, 1) to one of the shares."""
         return self.shares[int(number * len(self.shares))]
 
     @contextmanager
@@ -101,15 +101,15 @@ class NestedRanks:
 
 
 def kept_rank(share: float, rank: int) -> int:
-    """Latents that a share of a block's `rank` latents is: rounded, and one at least."""
+    """Return the rank that a share of a block's `rank` latents is: rounded, at least 1."""
     return max(1, int(share * rank + 0.5))
 
 
 def nested_attentions(student: nn.Module) -> list[nn.Module]:
-    """The attention of every layer, all of which cache latents that may be cut.
+    """Return the attention of every layer, each with latents that can be cut.
 
     Raises:
-        SurgeryError: one does not.
+        SurgeryError: a layer's attention has no `latent_slices`.
     """
     attentions = [attention_of(layer) for layer in decoder_of(student).layers]
     for index, attention in enumerate(attentions):
@@ -127,6 +127,6 @@ def _masked(down: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
 
 
 def _numbers(count: int, *key: int) -> list[float]:
-    """Numbers from 0 to below 1 that follow from a key; of text Python makes the same ones in every version."""
+    """Return pseudorandom numbers in [0, 1) from a key, as text, which Python hashes alike in every version."""
     source = random.Random("/".join(map(str, key)))
     return [source.random() for _ in range(count)]

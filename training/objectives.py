@@ -1,4 +1,4 @@
-"""Objectives of healing: divergences from the teacher's distribution, and cross-entropy, on logits never held whole.
+"""Objectives of healing: divergences from the teacher's distribution, and cross-entropy, in chunks of positions.
 
 With P the teacher's distribution over the next token and Q the student's, both at temperature τ (softmax of logits/τ):
 
@@ -6,15 +6,14 @@ With P the teacher's distribution over the next token and Q the student's, both 
     reverse KL    τ² Σ Q (log Q - log P)                                     Gu et al., MiniLLM, arXiv:2306.08543
     JSD(β)        τ² [β KL(P ‖ M) + (1 - β) KL(Q ‖ M)],  M = βP + (1 - β)Q     Agarwal et al., GKD, arXiv:2306.13649
 
-τ² keeps the gradients' size as τ changes. JSD(β)/β tends to the forward KL for β → 0 and JSD(β)/(1 - β) to the reverse
-for β → 1, so that JSD itself tends to 0 at both ends; at β = 0 and 1 exactly it is defined here, as elsewhere, as the
-forward and the reverse KL. Cross-entropy is at temperature 1. All are means over positions, in nats, computed in fp32
-(fp64 for fp64 heads) of logits that the heads make in their own dtype.
+The factor τ² keeps the gradients' magnitude as τ changes. JSD(β)/β tends to the forward KL for β → 0 and
+JSD(β)/(1 - β) to the reverse KL for β → 1, so JSD itself tends to 0 at both ends. At β = 0 and 1 exactly it is defined
+here, as in other implementations, as the forward and the reverse KL. Cross-entropy uses temperature 1. All are means
+over positions, in nats, computed in fp32 (fp64 for fp64 heads) from logits in the head's dtype.
 
-Gradients reach the student's hidden states and its head. Against a teacher of which only the top k tokens are known
-(`top_k.TopK`) all three compare distributions over k + 1 outcomes, the k tokens and "any other". That is never more
-than the divergence over the whole vocabulary, since merging outcomes loses what tells them apart, and equal to it for
-k = V.
+Gradients reach the student's hidden states and its head. Against the top-k tokens of a teacher (`top_k.TopK`), the
+three divergences compare distributions over k + 1 outcomes: the k tokens and "any other". This is a lower bound of the
+divergence over the vocabulary, by the data processing inequality, and equals it for k = V.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from surgery.training.chunks import States, chunk_count, summed_over_chunks
 from surgery.training.top_k import TopK, buckets
 
 Teacher = States | TopK
-"""A teacher that is resident, at the student's positions, or what was kept of it."""
+"""Teacher at the student's positions: hidden states with a head, or cached top-k logits."""
 
 DISTILLED = ("kl", "reverse_kl", "jsd")
 ON_LOGITS = (*DISTILLED, "cross_entropy")
@@ -43,18 +42,18 @@ PARTS = (*ON_LOGITS, "hidden", "attention", "layerwise")
 
 @dataclass(frozen=True)
 class ObjectiveWeights(FileSettings):
-    """The factors of the parts of the loss; a part of weight 0 is not computed.
+    """Weights of the losses; a loss of weight 0 is not computed.
 
     Attributes:
-        kl, reverse_kl, jsd, cross_entropy: of the losses above.
+        kl, reverse_kl, jsd, cross_entropy: weights of the losses in the module docstring.
         jsd_beta: β of the JSD, 0 to 1.
-        temperature: τ of the first three.
-        hidden, attention: of `matching.matching_loss` on the layers' and on the attentions' outputs.
-        layerwise: of the same on the attentions' outputs, where each runs on its teacher's input, so that every layer
-            trains for itself (CSKV, arXiv:2409.10593): a stage of its own, without other losses.
+        temperature: τ of the three divergences.
+        hidden, attention: weights of `matching.matching_loss` on the outputs of layers and of attention modules.
+        layerwise: weight of the same loss on attention outputs, with each attention on its teacher's input, so that
+            layers train independently (CSKV, arXiv:2409.10593). It excludes all other losses.
 
     Raises:
-        SurgeryError: a value is out of its range, or all weights are 0.
+        SurgeryError: a value is out of range, all weights are 0, or layerwise is combined with other losses.
     """
 
     kl: float = 1.0
@@ -79,17 +78,17 @@ class ObjectiveWeights(FileSettings):
         _check(self.temperature, self.jsd_beta)
 
     def parts(self) -> list[str]:
-        """Names of the parts that count."""
+        """Return the names of the losses with nonzero weights."""
         return [name for name in PARTS if getattr(self, name)]
 
     @property
     def needs_teacher(self) -> bool:
-        """Return whether an objective compares with the teacher's distribution."""
+        """Return whether a loss compares with the teacher's distribution."""
         return any(getattr(self, name) for name in DISTILLED)
 
 
 def predicting(labels: LongTensor) -> BoolTensor:
-    """Return the positions that predict: [B, T - 1], true at t where ``labels`` [B, T] hold a token at t + 1."""
+    """Return the mask [B, T - 1] of predicting positions: true at t if ``labels`` [B, T] have a token at t + 1."""
     return labels[:, 1:] != -100
 
 
@@ -102,24 +101,25 @@ def logit_losses(
     chunks: int | None = None,
     positions: float | None = None,
 ) -> dict[str, Tensor]:
-    """All parts of the loss that are made of logits, of weight 1, in one pass over the positions.
+    """Compute the unweighted losses on logits in one pass over the positions.
 
     Args:
-        weights: which parts, and β and τ.
-        student: at the N positions that predict something.
-        teacher: at the same, with any hidden size; None if no part needs it. Its gradient is not taken.
-        targets: [N] int64, the tokens that come next; None if no part needs them.
-        chunks: in how many chunks the positions go; None for what `chunk_count` says of N. Where heads are sharded
-            every chunk gathers them, so all processes must be given the same number, whatever their N.
-        positions: what the sums are divided by; None for N. With the number in the global batch, divided by how many
-            times the optimizer's gradient averages (processes, accumulated batches), every position counts the same
-            however they were dealt.
+        weights: select the losses, and give β and τ.
+        student: states at the N predicting positions.
+        teacher: states at the same positions, of any hidden size, or its top-k logits; None if no loss needs it. It
+            gets no gradient.
+        targets: [N] int64 next tokens; None if no loss needs them.
+        chunks: number of chunks; None for `chunk_count` of N. Every chunk gathers a sharded head, so all processes must
+            pass the same number, whatever their N.
+        positions: divisor of the sums; None for N. To weigh all positions of a global batch equally, pass their number
+            divided by the number of gradients that are averaged (processes times accumulated batches).
 
     Returns:
-        Scalars by the names of `ObjectiveWeights`, with gradients if they are enabled; 0 where N is 0.
+        Scalars by the names of `ObjectiveWeights`, with gradients if they are enabled; 0 if N is 0.
 
     Raises:
-        SurgeryError: the vocabularies differ in size, N does, or a kept teacher is asked for a temperature.
+        SurgeryError: vocabulary sizes or numbers of positions differ, an input is missing, or the temperature is not 1
+            with top-k logits.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
     if weights.cross_entropy and targets is None:
@@ -151,17 +151,17 @@ def logit_losses(
 
 
 def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and its parts for a log.
+    """Compute the weighted sum of losses.
 
     Args:
-        weights: those of all parts that count.
-        parts: these parts, of weight 1, by name; scalars.
+        weights: weights of the objective.
+        parts: unweighted scalar losses by name.
 
     Returns:
-        The weighted sum with gradients; the parts of weight 1 without, still on their device, to be read when it suits.
+        The weighted sum with gradients; the unweighted losses, detached and still on their device.
 
     Raises:
-        SurgeryError: a part that counts is missing.
+        SurgeryError: a loss with a nonzero weight is missing.
     """
     missing = [name for name in weights.parts() if name not in parts]
     if missing:
@@ -173,7 +173,7 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
 def _teacher_columns(
     teacher: Teacher | None, vocabulary: int, temperature: float, device: torch.device
 ) -> dict[str, Tensor]:
-    """Per-position tensors of a teacher, by name, which go in chunks with the student's.
+    """Return the teacher's per-position tensors by name, to be chunked with the student's.
 
     Raises:
         SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
@@ -197,7 +197,7 @@ def _teacher_columns(
 def _divergences(
     weights: ObjectiveWeights, logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Divergences of a chunk, summed over its positions, by the names of `ObjectiveWeights`."""
+    """Compute the divergences of a chunk, summed over positions, by the names of `ObjectiveWeights`."""
     temperature = weights.temperature
     if isinstance(teacher, TopK):
         student, target = buckets(logits, teacher.of({name: chunk[name] for name in teacher.tensors()}))
@@ -215,7 +215,7 @@ def _divergences(
 
 
 def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """JSD(β) of log-probabilities [N, m], summed over rows; at temperature 1."""
+    """Compute JSD(β) of log-probabilities [N, m], summed over rows, without the factor τ²."""
     if beta == 0:
         return (teacher.exp() * (teacher - student)).sum()
     if beta == 1:

@@ -1,4 +1,4 @@
-"""Data of a run from the names of its sources: tokenizes what is not tokenized yet, and mixes."""
+"""Training data of a run: tokenizes its sources once, packs them to rows and mixes them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from surgery.training.token_file import TokenFile
 
 @dataclass(frozen=True)
 class HealingData:
-    """Training sequences of a run, and those of its held-out loss.
+    """Training and held-out sequences of a run.
 
     Attributes:
         sequences: endless rows to train on.
-        held_out: rows of documents that are in none of them; the same in every run on this data.
+        held_out: rows of documents that are not trained on; equal in every run on this data.
     """
 
     sequences: Sequences
@@ -33,11 +33,11 @@ class HealingData:
 
     @property
     def data_sha256(self) -> str:
-        """See `Sequences`."""
+        """Hash of the training rows; see `Sequences`."""
         return self.sequences.data_sha256
 
     def describe(self) -> dict[str, Any]:
-        """Plain values for the log."""
+        """Return JSON values for the log."""
         return {**self.sequences.describe(), "sha256": self.data_sha256}
 
 
@@ -49,14 +49,14 @@ def open_data(
     processes: Processes = ALONE,
     progress: Progress | None = None,
 ) -> HealingData:
-    """Opens the data of a run; called by all its processes alike.
+    """Open the data of a run; every process must call it.
 
-    What is tokenized is kept in `folder`, by the main process, and read from there by all, now and after a resume.
+    The main process writes tokenized documents to `folder`, from which all processes read them, also after a resume.
 
     Args:
-        settings: of them `data`, `length` of a row, bos included, `held_out` rows, which are dealt to the sources like
-            the others, `recall`, of which conversations carry none, for the lines would stand in the middle of the
-            template's marks, and `seed`, on which it does not depend which documents are held out.
+        settings: `data`; `length`, tokens of a row, bos included; `held_out`, rows that are split over the sources by
+            weight; `recall`, which conversations ignore, since planted lines would break the chat template's turns; and
+            `seed`, which does not change the choice of held-out documents.
 
     Raises:
         SurgeryError: a source cannot be read or has too little text.
@@ -77,7 +77,7 @@ def open_data(
 def _token_file(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, processes: Processes, progress: Progress
 ) -> TokenFile:
-    """The source's documents from the folder, written there by the main process if they are not yet."""
+    """Open the tokenized documents of a source, which the main process writes to the folder if they are missing."""
     identity = source.identity(tokenizer)
     place = folder / f"tokens-{digest(identity)[:16]}"
 

@@ -1,6 +1,7 @@
-"""Rows of one length out of documents of any: which tokens stand in a row, and in which order the rows come.
+"""Packing of documents into rows of one length, and the order of the rows.
 
-Documents are one long stream, each text ended by eos, that is cut into rows, a bos before each, as calibration does it.
+Documents, each ended by eos, are concatenated to one stream. It is cut into rows with a bos before each, as in
+calibration.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from surgery.training.shuffling import shuffled
 from surgery.training.token_file import TokenFile
 
 HELD_OUT_SEED = 0
-"""Decides which documents are held out. No setting: a run with another seed must not train on what a first held out."""
+"""Seed of the choice of held-out documents. Not a setting: all runs must hold out the same documents."""
 
-# What a permutation is for, besides the run's seed.
+# Purposes of a permutation, which seed it in addition to the run's seed.
 HELD_OUT_DOCUMENTS, DOCUMENT_ORDER, ROW_ORDER = range(3)
 
 
@@ -35,7 +36,7 @@ class RowShape:
 
     Attributes:
         length: tokens T of a row.
-        bos: put before each row; None for none.
+        bos: token id before each row, or None.
     """
 
     length: int
@@ -47,18 +48,19 @@ class RowShape:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, length: int) -> RowShape:
-        """The shape for a tokenizer."""
+        """Create the row shape for a tokenizer."""
         return cls(length, tokenizer.bos_token_id)
 
     @property
     def room(self) -> int:
-        """Tokens of documents that a row holds."""
+        """Document tokens of a row: its length without bos."""
         return self.length - (self.bos is not None)
 
     def row(self, pieces: Sequence[Sequence[int]]) -> TrainingRow:
-        """The row of documents, or parts of such, that together have `room` tokens."""
+        """Build a row from documents, or pieces of documents, that together have `room` tokens."""
         tokens = [] if self.bos is None else [self.bos]
-        # After a bos the first piece's first token can be predicted; of the others it follows another document.
+        # A label at index 0 is never used, so after a bos the first piece is predicted whole; a later piece's first
+        # token follows another document.
         firsts = {0}
         documents = [0] * len(tokens)
         for number, piece in enumerate(pieces):
@@ -74,13 +76,13 @@ class RowShape:
 
 @dataclass(frozen=True)
 class Recalls:
-    """Plants facts in a share of the rows and asks for them again: healing on plain text alone forgets to retrieve.
+    """Facts with questions, planted in a share of the rows: healing on plain text alone forgets to retrieve.
 
     Attributes:
-        tokenizer: of the lines planted.
-        share: of the rows, 0 to 1, spread evenly.
-        seed: with a row's number it decides what is planted and where.
-        wording: of the lines, as they stand in the text.
+        tokenizer: tokenizer of the planted lines.
+        share: fraction of the rows, 0 to 1, evenly spaced.
+        seed: determines with a row's number the facts and their positions.
+        wording: wording of the lines, as fits the text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -93,19 +95,19 @@ class Recalls:
             raise SurgeryError(f"share of sequences with planted recalls {self.share}: it must lie between 0 and 1")
 
     def planted(self, number: int, pieces: list[list[int]]) -> list[list[int]]:
-        """The pieces of row `number`, or, if facts are planted in it, one document in their place, of equal length.
+        """Return the pieces of row `number`, joined to one document of equal length if facts are planted in it.
 
-        One document, because a question must see the fact that it asks for.
+        One document, since a question must attend to the fact that it asks for.
         """
         if int((number + 1) * self.share) == int(number * self.share):
             return pieces
         tokens = [token for piece in pieces for token in piece]
-        rng = random.Random(f"recalls {self.seed} {number}")  # a text as seed is hashed alike everywhere
+        rng = random.Random(f"recalls {self.seed} {number}")  # a text seed gives equal numbers on every machine
         return [plant(tokens, self.tokenizer, rng, self.wording)]
 
 
 class PackedSequences:
-    """Rows of tokenized documents: any number of them, every epoch in another order. See `Sequences`.
+    """Packed rows of tokenized documents, reshuffled every epoch. See `Sequences`.
 
     Attributes:
         held_out: rows of documents that no other row has, always the same for equal data and length, without planted
@@ -124,8 +126,8 @@ class PackedSequences:
     ) -> None:
         """
         Args:
-            file: documents, in any order: they are shuffled once before they are packed, and the rows every epoch.
-            name: of the source, for errors and the log.
+            file: documents; shuffled once before packing, while rows are shuffled every epoch.
+            name: name of the source, for errors and the log.
             held_out: number of held-out rows.
 
         Raises:
@@ -176,14 +178,14 @@ class PackedSequences:
 
 
 class _Layout:
-    """Documents one after the other, and the spans of their tokens that are rows.
+    """Concatenated documents, cut into rows.
 
     Attributes:
-        rows: number of them.
+        rows: number of rows.
     """
 
     def __init__(self, documents: np.ndarray, lengths: np.ndarray, shape: RowShape) -> None:
-        """`documents` [n]: their numbers, in order; `lengths` [D]: tokens of every document of the file."""
+        """Lay out `documents` [n], indices into the file; `lengths` [D] are the tokens of all its documents."""
         self._documents = documents
         self._offsets = np.concatenate([[0], np.cumsum(lengths[documents])])
         self._room = shape.room
@@ -203,5 +205,5 @@ class _Layout:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """sha256, in hex, of plain values."""
+    """Compute the sha256 of JSON values, in hex."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Preparation of a run: accelerate by the settings, and the models and optimizer that it wraps."""
+"""Preparation of a run: the accelerator, and the wrapped models and optimizer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from surgery.training.trainable import parameter_groups
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes of the computation, by accelerate's names."""
+"""Compute dtypes by accelerate's names of mixed precision."""
 
 
 def open_accelerator(settings: HealSettings) -> Accelerator:
-    """Accelerate for this process, with the precision that was asked for or suits the device.
+    """Create this process's `Accelerator`; dtype "auto" is bf16 on a GPU that supports it, else fp32.
 
     Raises:
-        SurgeryError: the device or the launcher's configuration cannot do what is asked.
+        SurgeryError: the device or the launcher's configuration does not support the settings.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
-        checked_device("cuda")  # says so; where there is one it would make a context on the first GPU in every process
+        checked_device("cuda")  # raises; with a GPU it would create a context on GPU 0 in every process
     dtype = settings.dtype
     if dtype == "auto":
         can = settings.on_gpu() and torch.cuda.is_bf16_supported()
@@ -48,7 +48,7 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
     except (ValueError, ImportError, RuntimeError) as error:
         raise SurgeryError(f"accelerate cannot start: {' '.join(str(error).split())[:300]}") from error
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # There is no loader that it could learn these from.
+        # DeepSpeed reads these from a data loader, which this loop does not have.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = settings.batch_size
         config["gradient_accumulation_steps"] = settings.gradient_accumulation
@@ -58,7 +58,7 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
                 "entry_factors cannot be kept under DeepSpeed, which steps by itself: use fsdp2.yaml",
                 setting="entry_factors",
             )
-        # transformers would load models in shards; they are tried and changed while whole, and `prepare` shards them.
+        # Keeps transformers from loading models sharded: they are tested and changed first, and `prepare` shards them.
         unset_hf_deepspeed_config()
     return accelerator
 
@@ -70,20 +70,20 @@ def prepare(
     teacher: PreTrainedModel | None,
     document_masks: bool,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The `Distillation` of a student whose parameters are chosen already, and its AdamW, for `Loop`.
+    """Build and wrap the `Distillation` module and its AdamW for `Loop`; the student's trainable parameters are set.
 
     Args:
-        document_masks: whether attention stays inside of packed documents.
+        document_masks: whether attention stays inside packed documents.
 
     Raises:
-        SurgeryError: the model or the launcher's configuration cannot do what is asked.
+        SurgeryError: the model or the launcher's configuration does not support the settings.
     """
     if settings.gradient_checkpointing:
         if not student.supports_gradient_checkpointing:
             raise SurgeryError(f"{type(student).__name__} has no gradient checkpointing: set it to false")
         student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module = Distillation(student, settings.weights(), teacher, document_masks=document_masks)
-    # Not before: the module has tried its student, outside of the autocast that mixed dtypes need.
+    # After `Distillation`, which runs the student without autocast, and so needs one dtype.
     set_dtypes(student, COMPUTED[accelerator.mixed_precision])
     if settings.compile:
         compile_layers(student)

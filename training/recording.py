@@ -1,7 +1,6 @@
-"""Recording of the outputs of a causal model's layers while it runs; the model may be wrapped.
+"""Recording of layer inputs and outputs of a causal LM, possibly wrapped, with forward hooks.
 
-Hooks on the decoder's layers do it, so that stock and custom model classes are alike, and the model's code is left
-unchanged.
+Hooks on the decoder layers work for stock and custom model classes, without changes to their code.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from surgery.common.errors import SurgeryError
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The decoder of a causal model: the module whose `layers` each have attention (`attention_of`).
+    """Return the decoder of a causal LM: the module whose `layers` each have a token mixer (`attention_of`).
 
-    Looks through what accelerate, DDP, DeepSpeed, torch.compile and PEFT put around a model.
+    Unwraps accelerate, DDP, DeepSpeed, torch.compile and PEFT.
 
     Raises:
-        SurgeryError: there is none.
+        SurgeryError: the model has no such decoder.
     """
     decoder = model
     for name in ("module", "_orig_mod", "module", "_orig_mod"):  # a compiled model in DDP, or the reverse
@@ -39,10 +38,10 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 class Recording:
-    """The tensors of a decoder's last forward pass; its graph too, if gradients were enabled.
+    """Tensors of a decoder's last forward pass, with the autograd graph if gradients were enabled.
 
     Attributes:
-        count: L, the number of layers.
+        count: number of layers L.
     """
 
     def __init__(self, count: int) -> None:
@@ -52,24 +51,24 @@ class Recording:
 
     @property
     def hidden(self) -> list[Tensor]:
-        """Outputs of each layer, [B, T, D] of each."""
+        """Outputs of the L layers, each [B, T, D]."""
         return self._joined("hidden")
 
     @property
     def attention(self) -> list[Tensor]:
-        """Outputs of each attention to the residual stream, [B, T, D] of each."""
+        """Outputs of the L attention modules to the residual stream, each [B, T, D]."""
         return self._joined("attention")
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Inputs of each attention: normalized hidden states, [B, T, D] of each."""
+        """Inputs of the L attention modules: normalized hidden states, each [B, T, D]."""
         return self._joined("inputs")
 
     def _joined(self, kind: str) -> list[Tensor]:
         pieces = self._pieces.get(kind)
         if not pieces or not all(pieces):
             raise SurgeryError(f"nothing was recorded of the layers' {kind}: run the model first, and ask for it")
-        # A decoder may take a text in pieces (a cache that layers share); almost always there is one.
+        # A decoder with a cache that layers share may process a text in pieces; usually there is one piece.
         return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in pieces]
 
     def _start(self) -> None:
@@ -78,11 +77,11 @@ class Recording:
             self._pieces[kind] = [[] for _ in range(self.count)]
 
     def seen(self, layer: int) -> int:
-        """Tokens of this pass that are recorded already."""
+        """Return the number of tokens recorded so far in this forward pass."""
         return sum(piece.shape[1] for piece in self._pieces["attention"][layer])
 
     def _add(self, kind: str, layer: int, tensor: Tensor) -> None:
-        # Layers that run outside of the decoder's own pass do so in the backward pass, which computes them again.
+        # Layers that run outside the decoder's forward pass are recomputed by gradient checkpointing.
         if self._running:
             self._pieces[kind][layer].append(tensor)
 
@@ -91,17 +90,17 @@ class Recording:
 def recorded(
     model: nn.Module, *, hidden: bool = False, attention: bool = False, inputs: bool = False
 ) -> Iterator[Recording]:
-    """Records each forward pass of ``model``, in place of the one before, for the length of a ``with`` block.
+    """Record each forward pass of ``model`` in a ``with`` block; a pass replaces the recording of the one before.
 
-    The block may hold one pass or a whole training; a model to be compiled is compiled inside of it. The recorded
-    tensors carry gradients where the pass did, under gradient checkpointing too if that is not reentrant, and stay
-    usable after the block. They are not detached or copied: they live as long as the recording or the next pass.
+    The block may hold one pass or a whole training. Compile the model inside it. Recorded tensors are part of the
+    autograd graph if the pass has gradients, also under non-reentrant gradient checkpointing, and stay usable after the
+    block. They are neither detached nor copied, and are released with the recording or by the next pass.
 
     Args:
-        hidden, attention, inputs: which of `Recording`'s lists to fill.
+        hidden, attention, inputs: the lists of `Recording` to fill.
 
     Raises:
-        SurgeryError: the model has no such layers, or (while it runs) gradients are checkpointed reentrantly.
+        SurgeryError: the model has no such layers, or (in the forward pass) gradient checkpointing is reentrant.
     """
     decoder = decoder_of(model)
     record = Recording(len(decoder.layers))
@@ -154,18 +153,18 @@ def recorded(
 
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
-    """Return the token mixer of a decoder layer: its attention, or linear attention instead; None if it has neither."""
+    """Return the token mixer of a decoder layer: attention, linear attention or Mamba; None if it has none."""
     candidates = (getattr(layer, name, None) for name in ("self_attn", "linear_attn", "mamba"))
     return next((module for module in candidates if module is not None), None)
 
 
 def first(output: Any) -> Tensor:
-    """The hidden states in what a layer or an attention returned."""
+    """Return the hidden states from the output, possibly a tuple, of a layer or an attention."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
 def same_layers(student: nn.Module, teacher: Sequence[Tensor]) -> None:
-    """Raises SurgeryError unless a student has as many layers as the teacher's tensors come from."""
+    """Raise SurgeryError if the student's number of layers differs from the number of the teacher's tensors."""
     count = len(decoder_of(student).layers)
     if count != len(teacher):
         raise SurgeryError(f"the student has {count} layers, its teacher {len(teacher)}: they cannot be matched")

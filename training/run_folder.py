@@ -1,4 +1,4 @@
-"""Files that a training leaves in ``<out>.run``: whatever else lies there is somebody else's. Needs no torch."""
+"""Names of the files that a training owns in ``<out>.run``; other files there are foreign. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from surgery.checkpoint.work_folder import MARKER
 LOG = "heal.jsonl"
 STATE_FILES = ("*.json", "*.bin", "*.pkl", "*.pt", "*.safetensors", "latest", "zero_to_fp32.py")
 STATE_FILES += ("pytorch_model*/*", "pytorch_model*/.metadata", "optimizer*/*", "optimizer*/.metadata")
-"""Files of a checkpoint: the loop's, accelerate's, and the shards of FSDP and DeepSpeed."""
+"""Files of a training checkpoint: the loop's, accelerate's, and the shards of FSDP and DeepSpeed."""
 
 TOKEN_FILES = ("about.json", "tokens.i4", "labeled.u1", "lengths.i8")
 """Files of a tokenized source."""

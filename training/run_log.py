@@ -1,4 +1,4 @@
-"""Log of a run: one JSON object a line in a file, always, and a tracker in addition if one is set."""
+"""Log of a run: a JSONL file, and optionally a tracker."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from surgery.training.trackers import Tracker
 
 
 class RunLog:
-    """The lines of one run; only the main process writes any.
+    """JSONL log of one run; only the main process writes.
 
     Every line has `event`: "start", "step", "held_out", "evaluation", "checkpoint", "resume", "stop", "tracker"
-    (what failed of it) or "end".
+    (a failure of the tracker) or "end".
     """
 
     def __init__(self, path: Path, *, writes: bool, tracker: Tracker | None = None) -> None:
-        """Opens the file to append to it.
+        """Open the file for appending.
 
         Args:
-            path: of the JSONL file; its folder exists.
-            writes: whether this process does.
-            tracker: is told the numbers of steps too; None for no tracker. Closing the log ends it.
+            path: path of the JSONL file; its folder exists.
+            writes: whether this process writes.
+            tracker: tracker that gets the values of steps, too; `close` finishes it. None for no tracker.
 
         Raises:
             SurgeryError: the file cannot be written.
@@ -37,7 +37,7 @@ class RunLog:
                 self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 held until close
 
     def write(self, event: str, **values: Any) -> None:
-        """One line, on the disk when the call is over: a run that is killed must not lose what it said."""
+        """Write one line and flush it, so that a killed run loses none."""
         if self._file is not None:
             line = json.dumps({"event": event, **_plain(values)})
             with disk_errors(self.path):
@@ -45,14 +45,14 @@ class RunLog:
                 self._file.flush()
 
     def track(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Numbers of a step for the tracker; all processes call it."""
+        """Send the values of a step to the tracker; every process must call it."""
         before = self.tracker.failed
         self.tracker.log(step, values)
         if self.tracker.failed != before:
             self.write("tracker", step=step, failed=self.tracker.failed)
 
     def close(self) -> None:
-        """Ends the tracker and closes the file; a second call does nothing."""
+        """Finish the tracker and close the file; a second call does nothing."""
         before = self.tracker.failed
         self.tracker.finish()
         if self.tracker.failed != before:
@@ -63,9 +63,9 @@ class RunLog:
 
 
 def drop_later_lines(path: Path, step: int) -> None:
-    """Takes lines of steps after `step` out of a log: a resumed run takes those steps again.
+    """Remove the lines of steps after `step` from a log, since a resumed run repeats these steps.
 
-    Half a line at the end, of a run that was killed as it wrote, goes too.
+    Lines that are not JSON, left by a run that was killed while writing, are removed, too.
     """
     with disk_errors(path):
         if not path.exists():
@@ -83,7 +83,7 @@ def drop_later_lines(path: Path, step: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
+    """Convert a value for JSON, with nan and infinity as strings."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Progress of a run, and the learning rate that belongs to it."""
+"""Budget and position of a run, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of a run; None is no limit.
+    """Budget of a run.
 
     Attributes:
-        steps, tokens, seconds: the limits.
+        steps, tokens, seconds: limits; None for no limit.
     """
 
     steps: int | None = None
@@ -20,16 +20,16 @@ class Budget:
     seconds: float | None = None
 
     def used(self, steps: float, tokens: float, seconds: float) -> float:
-        """Share of the budget that is used up, by whichever limit is nearest; 1 and more ends the run."""
+        """Return the share of the budget that is used up, by the nearest limit; the run ends at 1."""
         limits = ((steps, self.steps), (tokens, self.tokens), (seconds, self.seconds))
         return max((used / limit for used, limit in limits if limit is not None), default=0.0)
 
 
 def learning_rate(schedule: str, used: float, *, warmup: float = 0.0, final: float = 0.0) -> float:
-    """Factor of the peak learning rate when a share `used` of the budget is used up.
+    """Return the learning rate, relative to its peak, after a share `used` of the budget.
 
-    It rises in proportion over the first `warmup` of the budget. Then "constant" stays at 1, "linear" and "cosine" fall
-    to `final` at the end.
+    It rises linearly over the first `warmup` of the budget. Then "constant" stays at 1, while "linear" and "cosine"
+    fall to `final` at the end.
     """
     if used < warmup:
         return used / warmup
@@ -42,22 +42,22 @@ def learning_rate(schedule: str, used: float, *, warmup: float = 0.0, final: flo
 
 @dataclass
 class Position:
-    """Position of a run: the part of a checkpoint next to weights, optimizer and random numbers.
+    """Position of a run: the state of the loop in a checkpoint, next to weights, optimizer and random state.
 
     Attributes:
-        step, tokens: done so far.
-        seconds: of training, over all resumed runs; measuring does not count.
-        step_seconds: of them, those inside of steps.
-        measuring_seconds: of held-out losses and evaluations, next to those of training.
-        recent: losses that a spike is measured against; `recent_nested`, by the share of latents that made them.
-        spikes: steps in a row that were left out for theirs.
-        first_loss, last_loss: of the first and the last step, the weighted sum.
-        first_held_out, last_held_out: measurements, by name.
-        best_held_out, best_step: the lowest cross-entropy on held-out rows, with nested ranks the mean of all shares',
-            and when it was.
-        waited: measurements since.
-        measured_step: when the last one was.
-        evaluations: results on the way, each with its step and tokens; see `evaluations.headline`.
+        step, tokens: completed steps and their tokens.
+        seconds: training time over all resumed runs, without measurements.
+        step_seconds: part of `seconds` inside steps.
+        measuring_seconds: time of held-out losses and evaluations, not part of `seconds`.
+        recent: last losses, with which a spike is compared; `recent_nested`: the same by share of latents.
+        spikes: consecutive steps that were skipped as spikes.
+        first_loss, last_loss: weighted loss of the first and the last step.
+        first_held_out, last_held_out: held-out losses by name.
+        best_held_out, best_step: lowest held-out loss and its step. The loss is `Loop.judge`; cross-entropy is the mean
+            over all shares with nested ranks.
+        waited: measurements since the best one.
+        measured_step: step of the last measurement.
+        evaluations: results of evaluations, each with its step and tokens; see `evaluations.headline`.
     """
 
     step: int = 0

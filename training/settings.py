@@ -1,4 +1,4 @@
-"""Settings of a healing, with the defaults in one place."""
+"""Settings of healing, with their defaults."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
-"""Steps that a budget of tokens is cut into at least, and sequences of a process in a step and at once at most.
+"""Least number of steps in a token budget; most sequences of a process in a step, and in a batch.
 
 Few large and many small steps were compared on the demo model; SmolLM2 was healed with small ones (docs/healing.md).
 """
 NO_TRACKER = "none"
 Evaluation = Literal["loss", "recall"]
-"""Tasks of `surgery eval` that a run can take on the way."""
+"""Tasks of `surgery eval` that can run during training."""
 
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")
-"""Settings that say what is learned from; where none is given, `surgery heal` takes the student's recorded source."""
+"""Settings of the teacher signal. If none is set, `surgery heal` distills from the student's recorded source."""
 
 LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy", "hidden", "attention", "layerwise")
 SHAPES = ("jsd_beta", "temperature")
-"""Names in an objective: weights of losses, and what shapes them."""
+"""Names in an objective: weights of losses, and parameters of the losses."""
 SHORT_DTYPES = {name: short for short, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
 class HealSettings(FileSettings):
-    """Settings of a healing: of ``surgery heal``, and of the processes that it starts."""
+    """Settings of ``surgery heal`` and of the training processes that it starts."""
 
     student: str = setting("", "The converted checkpoint, a folder or a hub id.", section="Models", in_file=True)
     teacher: str | None = setting(
@@ -286,20 +286,20 @@ class HealSettings(FileSettings):
         self._check_objective()
 
     def weights(self) -> ObjectiveWeights:
-        """The objective as the losses take it; the default is forward KL alone, cross-entropy without a teacher.
+        """Return the objective's weights; the default is forward KL alone, or cross-entropy without a teacher.
 
         Raises:
-            SurgeryError: a weight is not allowed.
+            SurgeryError: a weight is invalid.
         """
         from surgery.training.objectives import ObjectiveWeights
 
         objective = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
-        # Named losses are all there are: a default that nobody asked for would be a surprise.
+        # An objective is complete: losses that it does not name have weight 0, not their default.
         return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **objective})
 
     @property
     def has_teacher(self) -> bool:
-        """Return whether there is something to distil from."""
+        """Return whether there is a teacher, or its logits, to distill from."""
         return self.teacher is not None or self.teacher_logits is not None
 
     def _check_together(self) -> None:
@@ -336,7 +336,7 @@ class HealSettings(FileSettings):
                 raise SurgeryError(problem)
 
     def _check_removed(self) -> None:
-        """Raises SurgeryError where an entry of the data names what earlier versions had."""
+        """Raise SurgeryError if an entry of `data` uses a name that was removed."""
         for entry in self.data:
             keys, source = (entry, entry.get("source")) if isinstance(entry, dict) else ((), entry)
             for name in (*keys, f"data {source}"):
@@ -378,16 +378,17 @@ class HealSettings(FileSettings):
             )
 
     def check_complete(self) -> None:
-        """Raises SurgeryError where a healing could not start: no student, no place for the result, no objective."""
+        """Raise SurgeryError if the student, the output folder or a valid objective is missing."""
         for name in ("student", "out"):
             if not getattr(self, name):
                 raise SurgeryError(f"{name} is not given: name it in the settings file")
         self.weights()
 
     def with_batches(self, processes: int) -> HealSettings:
-        """Return these settings with a batch size and gradient accumulation, whatever processes there are.
+        """Return these settings with batch size and gradient accumulation filled in.
 
-        A short run gains by the number of its steps (docs/healing.md). A budget of time is one of few tokens on a CPU.
+        Short runs improve with the number of steps (docs/healing.md), so the batch shrinks with the token budget. On a
+        CPU, a time budget means few tokens, and one sequence per step.
         """
         if None not in (self.batch_size, self.gradient_accumulation):
             return self
@@ -401,23 +402,23 @@ class HealSettings(FileSettings):
         return replace(self, batch_size=batch_size, gradient_accumulation=accumulated)
 
     def on_gpu(self) -> bool:
-        """Return whether a training that starts here runs on a GPU."""
+        """Return whether training on this machine uses a GPU."""
         import torch
 
         return self.device != "cpu" and torch.cuda.is_available()
 
     def most_steps(self, processes: int) -> int | None:
-        """Steps that the budget allows, as far as it does not depend on time."""
+        """Return the number of steps within the token and step budgets; None if only time limits the run."""
         tokens = self.global_batch(processes) * self.length
         by_tokens = None if self.max_tokens is None else -(-self.max_tokens // tokens)
         return min((limit for limit in (self.max_steps, by_tokens) if limit is not None), default=None)
 
     def global_batch(self, processes: int) -> int:
-        """Sequences of one step over all processes."""
+        """Return the number of sequences of one step over all processes."""
         settings = self.with_batches(processes)
         return settings.batch_size * settings.gradient_accumulation * processes
 
 
 def named(pattern: str, name: str) -> bool:
-    """Return whether a name fits a pattern with * and ?; a pattern also fits the names that end in `.pattern`."""
+    """Return whether a name, or its end after a dot, matches a pattern with * and ?."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

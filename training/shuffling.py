@@ -1,4 +1,4 @@
-"""Orders that are the same on every machine and in every version of every library: integer arithmetic only."""
+"""Permutations and interleavings in integer arithmetic, equal on every machine and with every library version."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from surgery.common.errors import SurgeryError
 
 PARTS = 1000
-"""Shares of a mixture are kept to a thousandth."""
+"""Resolution of the shares of a mixture: a thousandth."""
 
 
 def shuffled(count: int, *seed: int) -> np.ndarray:
-    """A permutation of 0 … count - 1, int64 [count], that the integers of `seed` decide.
+    """Return a permutation of 0 … count - 1, int64 [count], seeded by the integers `seed`.
 
-    Every index gets a key, a hash of itself and the seed, and the keys are sorted. The hash is the finalizer of
-    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    The permutation sorts the hashes of index and seed. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood,
+    "Fast splittable pseudorandom number generators", OOPSLA 2014).
     """
     state = np.zeros(1, dtype=np.uint64)
     for part in seed:
@@ -26,13 +26,13 @@ def shuffled(count: int, *seed: int) -> np.ndarray:
 
 
 def interleaving(weights: Sequence[float]) -> np.ndarray:
-    """One period of a mixture: which part, int64 [period], each number of the period is taken from.
+    """Return one period of a mixture: the part, int64 [period], of each sequence in the period.
 
-    Every part comes as often as its weight says, to a thousandth of the whole, and as evenly as can be: each place goes
-    to the part that is furthest behind.
+    The parts' shares follow the weights to a thousandth, evenly spaced: each position goes to the part that is furthest
+    behind.
 
     Raises:
-        SurgeryError: a weight is not positive, or below a thousandth of all.
+        SurgeryError: a weight is not positive and finite, or below a thousandth of the sum.
     """
     total = sum(weights)
     if not weights or not all(0 < weight < float("inf") for weight in weights):
@@ -41,7 +41,7 @@ def interleaving(weights: Sequence[float]) -> np.ndarray:
         raise SurgeryError(f"weights {list(weights)} of a mixture: none may be below a thousandth of all")
     exact = [weight / total * PARTS for weight in weights]
     counts = [int(share) for share in exact]
-    # Largest remainders get what rounding down left over.
+    # Largest remainder method.
     for part in sorted(range(len(counts)), key=lambda part: counts[part] - exact[part])[: PARTS - sum(counts)]:
         counts[part] += 1
     divisor = gcd(*counts)
@@ -56,7 +56,7 @@ def interleaving(weights: Sequence[float]) -> np.ndarray:
 
 
 def _mixed(keys: np.ndarray) -> np.ndarray:
-    """SplitMix64 of uint64 keys; overflow is part of it."""
+    """Hash uint64 keys with SplitMix64; overflow is intended."""
     keys = keys + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

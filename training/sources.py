@@ -1,4 +1,4 @@
-"""Sources of a run's data, and the way from each to tokenized documents."""
+"""Sources of training data, and their tokenized documents."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from surgery.training.chat import ChatEncoder, holds_conversations, read_records
 
 FORMATS = ("auto", "text", "chat")
 TOKENIZED_AT_ONCE = 64
-"""Texts given to the tokenizer in one call: its own threads then have something to share. The first calls have fewer,
-as a source that is cut to some tokens may need no more."""
+"""Texts per call of the tokenizer, which processes them in parallel. The first calls have fewer, since a source with a
+token limit may need no more."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class TextSource(FileSettings):
     """One source of a mixture.
 
     Attributes:
-        source: "builtin" (see `fitting`), "prose" or "code" of the running Python, "docstrings" of what is installed, a
-            txt, jsonl, json or parquet file, or a dataset `name:config:split`, which is read as a stream
+        source: "builtin" (see `fitting`), "prose" or "code" of the running Python, "docstrings" of installed packages,
+            a txt, jsonl, json or parquet file, or a dataset `name:config:split`, which is streamed
             (`surgery.calibration.text.iter_documents`).
-        weight: share of the sequences, among the weights of all sources.
+        weight: weight of the source in the mixture.
         format: "chat" for records with `messages`, "text", or "auto": chat for jsonl and parquet files whose first
-            record has them.
-        text_field: the field or column with the text.
-        tokens: read no further than this many tokens; None for all there are.
+            record has `messages`.
+        text_field: field or column with the text.
+        tokens: tokens after which reading stops; None reads all.
     """
 
     source: str
@@ -57,12 +57,12 @@ class TextSource(FileSettings):
 
     @property
     def is_chat(self) -> bool:
-        """Return whether its records are conversations; looks into the file where the format is "auto"."""
+        """Return whether the records are conversations; format "auto" reads the file's first record."""
         return self.format == "chat" or (self.format == "auto" and self._is_file and holds_conversations(self._path))
 
     @property
     def wording(self) -> Wording:
-        """Wording of the facts that are planted in it."""
+        """Wording of the facts planted in this source's text."""
         return TEXTS[self.source][2] if self.source in TEXTS else in_code
 
     @property
@@ -78,7 +78,7 @@ class TextSource(FileSettings):
         return not self._ships and self._path.is_file()
 
     def identity(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Everything that decides the documents, as far as it can be known without reading them."""
+        """Return the JSON values that determine the documents, as far as they are known without reading them."""
         facts: dict[str, Any] = {"source": self.source, "tokens": self.tokens, "chat": self.is_chat}
         facts["tokenizer"] = _tokenizer_hash(tokenizer, chat=self.is_chat)
         if not self.is_chat:
@@ -91,7 +91,7 @@ class TextSource(FileSettings):
         return facts
 
     def documents(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-        """The tokenized documents, in the source's order; texts end with eos, conversations as their template says.
+        """Yield the tokenized documents in the source's order; texts end with eos, conversations as in the template.
 
         Raises:
             SurgeryError: the source cannot be read.
@@ -109,10 +109,10 @@ class TextSource(FileSettings):
 
 
 def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
-    """Sources from what a settings file or a command line says: names, or the settings of `TextSource`.
+    """Parse the setting `data`: names of sources, or mappings with the fields of `TextSource`.
 
     Raises:
-        SurgeryError: one is not possible.
+        SurgeryError: an entry is invalid.
     """
     sources = []
     for number, entry in enumerate(data, 1):
@@ -126,7 +126,7 @@ def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
 
 
 def fitting(sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase) -> list[TextSource]:
-    """The sources with "builtin" as calibration understands it: prose and code, but for a model of code code alone."""
+    """Replace "builtin" by prose and code; a tokenizer below `SMALL_VOCABULARY` keeps it, which is code alone."""
     choices = []
     for source in sources:
         if source.source != BUILTIN or len(tokenizer) < SMALL_VOCABULARY:
@@ -139,7 +139,7 @@ def fitting(sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase) -
 
 
 def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Tokenizes texts, each ended by eos where there is one."""
+    """Tokenize texts, each ended by the tokenizer's eos if it has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     count = 1
     while some := list(islice(texts, count)):
@@ -149,10 +149,10 @@ def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> It
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> str:
-    """Hash of how the tokenizer makes ids of text, and of its template where that is used."""
+    """Compute the sha256 of the tokenizer's rules, and of its chat template for conversations."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
-    for setting in ("truncation", "padding"):  # of the last call, whoever made it
+    for setting in ("truncation", "padding"):  # state of the tokenizer's last call
         rules.pop(setting, None)
     parts = [type(tokenizer).__name__, json.dumps(rules, sort_keys=True), str(tokenizer.eos_token_id)]
     if chat:

@@ -1,12 +1,12 @@
-"""A teacher's likeliest tokens on disk, so that the teacher need not be in memory while the student trains.
+"""Disk cache of a teacher's top-k logits, so that the teacher need not be in memory while the student trains.
 
-A folder holds `teacher-logits.json`, which says whose logits these are, and shards of equally many sequences,
-`shard-00000.safetensors` and so on, each with the fields of `top_k.TopK`: values [R, T - 1, k], ids and rest. Every
-shard is written whole or not at all, so that an interrupted run goes on with those that are missing, and several
-processes can write different ones.
+A folder holds `teacher-logits.json`, which identifies the teacher and the data, and shards of equally many sequences,
+`shard-00000.safetensors` and so on, each with the fields of `top_k.TopK`: values [R, T - 1, k], ids and rest. Shards
+are written atomically, so that an interrupted run resumes with the missing ones, and several processes can write
+different shards.
 
-A position takes 6 k + 4 bytes (k float16 values and int32 ids, one fp32 rest), and a sequence of T tokens has T - 1:
-the last predicts nothing that is there. k = 64 makes 388 bytes a token, of which a billion take 388 GB.
+A position takes 6 k + 4 bytes (k float16 values and int32 ids, one fp32 rest). A sequence of T tokens has T - 1
+positions: the last token predicts none. k = 64 takes 388 bytes a token, or 388 GB for a billion tokens.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from surgery.training.top_k import TopK, top_k
 
 HEADER = "teacher-logits.json"
 SHARD_BYTES = 256 * 10**6
-"""About how large a shard becomes."""
+"""Approximate size of a shard in bytes."""
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class CacheIdentity:
-    """Facts that determine the content of a cache.
+    """Identity of a logits cache: the values that determine its content.
 
     Attributes:
         model: sha256 of the teacher's weights.
-        data: sha256 of the sequences.
-        sequences: how many, from number 0.
-        length: T, tokens of each.
-        vocabulary: V.
-        k: tokens kept by name.
+        data: sha256 of the sequences, and whether attention stays inside documents.
+        sequences: number of sequences, from number 0.
+        length: tokens T of a sequence.
+        vocabulary: vocabulary size V.
+        k: tokens per position.
     """
 
     model: str
@@ -67,18 +67,18 @@ class CacheIdentity:
 
 
 class TeacherLogits:
-    """A cache of top-k logits in a folder: written shard by shard, read by the number of a sequence."""
+    """Cache of top-k logits in a folder, written shard by shard and read by sequence number."""
 
     def __init__(self, folder: str | Path, identity: CacheIdentity) -> None:
-        """Opens the folder, or makes it if it is not there or empty.
+        """Open the folder; create it with a header if it is missing or empty.
 
         Raises:
-            SurgeryError: it holds something else, or logits of another model, other data or other sizes.
+            SurgeryError: it holds other files, or logits of another model, other data or other sizes.
         """
         self.folder, self.identity = Path(folder), identity
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # One look: another process may write the header meanwhile.
+            # Listed once: another process may write the header meanwhile.
             names = [name for name in os.listdir(self.folder) if not name.endswith(".partial")]
             if names and HEADER not in names:
                 raise SurgeryError.at(self.folder, "holds other files than teacher logits; choose another folder")
@@ -90,16 +90,16 @@ class TeacherLogits:
         self._rows = _checked(self.folder / HEADER, header)
 
     def missing(self) -> list[range]:
-        """The sequences of each shard that is not written yet; none when the cache is complete."""
+        """Return the sequence numbers of each missing shard; empty if the cache is complete."""
         with disk_errors(self.folder):
             names = set(os.listdir(self.folder))
         return [self._numbers(shard) for shard in range(self._shards()) if self._path(shard).name not in names]
 
     def read(self, number: int) -> TopK:
-        """The logits of one sequence: `TopK` of [T - 1] positions, on the CPU. Position t is that after token t.
+        """Read one sequence: `TopK` with [T - 1] positions on the CPU. Position t predicts token t + 1.
 
         Raises:
-            SurgeryError: there is no such sequence, it is not written yet, or its file is damaged.
+            SurgeryError: the number is out of range, or its shard is missing or damaged.
         """
         identity = self.identity
         if not 0 <= number < identity.sequences:
@@ -120,7 +120,7 @@ class TeacherLogits:
         return TopK(**tensors, vocabulary=identity.vocabulary)
 
     def batch(self, numbers: list[int]) -> TopK:
-        """Several sequences: `TopK` of [B, T - 1] positions."""
+        """Read several sequences: `TopK` with [B, T - 1] positions."""
         return _joined([self.read(number) for number in numbers], torch.stack)
 
     def fill(
@@ -131,16 +131,16 @@ class TeacherLogits:
         processes: Processes = ALONE,
         advance: Callable[[int], Any] = int,
     ) -> None:
-        """Writes all that is missing; each process a share of the shards, and all wait for the last.
+        """Write the missing shards, split over the processes, and wait for all processes.
 
         Args:
-            states: the teacher's `States` on the sequences of these numbers, hidden [B, T, D].
-            batch: sequences at a time.
-            processes: that share the work.
+            states: returns the teacher's `States` for sequence numbers, with hidden [B, T, D].
+            batch: sequences per forward pass.
+            processes: processes that share the work.
             advance: called with the number of sequences after each batch of this process.
 
         Raises:
-            SurgeryError: a file cannot be written, or the disk has no room for what is missing.
+            SurgeryError: a file cannot be written, or the disk has too little space.
         """
         missing = self.missing()
         needed = sum(map(len, missing)) * self.identity.sequence_bytes
@@ -162,7 +162,7 @@ class TeacherLogits:
         processes.wait()
 
     def _top_of(self, states: States) -> TopK:
-        """Return the top logits for hidden states [B, T, D], at all positions but the last, on the CPU."""
+        """Compute top-k logits from hidden states [B, T, D] at all positions but the last; on the CPU."""
         hidden = states.hidden[:, :-1]
         top = top_k(states._replace(hidden=hidden.flatten(0, 1)), self.identity.k)
         return top.map(lambda tensor: tensor.unflatten(0, hidden.shape[:2]).cpu())
@@ -178,20 +178,20 @@ class TeacherLogits:
 
 
 def _joined(pieces: list[TopK], join: Callable[[list[Tensor]], Tensor]) -> TopK:
-    """Several `TopK` as one: their tensors, concatenated or stacked."""
+    """Join `TopK` objects by `join`, a concatenation or stacking of tensors."""
     return pieces[0].of({name: join([piece.tensors()[name] for piece in pieces]) for name in pieces[0].tensors()})
 
 
 def _checked(path: Path, expected: dict[str, Any]) -> int:
-    """Sequences in a shard of the cache with that header.
+    """Check a cache's header against ``expected`` and return its sequences per shard.
 
     Raises:
-        SurgeryError: it is of another identity than ``expected``.
+        SurgeryError: the header has another identity or version, or is damaged.
     """
     header = read_json(path)
     if header.get("format") != _FORMAT:
         raise SurgeryError.at(path, "no header of teacher logits, or of another version; choose another folder")
-    # How sequences are grouped is the cache's own affair.
+    # An existing cache keeps its own sequences per shard.
     differing = [name for name in expected if name != "sequences_per_shard" and header.get(name) != expected[name]]
     if differing:
         facts = ", ".join(f"{name} {header.get(name)!r} instead of {expected[name]!r}" for name in differing)
@@ -213,16 +213,16 @@ def open_logits(
     processes: Processes,
     progress: Progress,
 ) -> TeacherLogits:
-    """The logits in the folder that the settings name, after the teacher has written those that are missing.
+    """Open the logits cache of the settings; a teacher writes the missing shards first.
 
     Args:
-        vocabulary: of the student.
-        document_masks: whether attention keeps inside of documents: logits are of one or the other.
-        teacher: where it is to run; None if all must be there.
-        teacher_sha256: of its weights.
+        vocabulary: the student's vocabulary size.
+        document_masks: whether attention stays inside documents, which changes the logits.
+        teacher: None if the cache must be complete.
+        teacher_sha256: hash of the teacher's weights.
 
     Raises:
-        SurgeryError: the folder holds logits of something else or too few.
+        SurgeryError: the cache has another identity, or too few sequences.
     """
     needed = settings.most_steps(processes.count) * settings.global_batch(processes.count)
     header = Path(settings.teacher_logits) / HEADER

@@ -1,4 +1,4 @@
-"""Tokenized documents on the disk, written once and mapped into memory by every run and process after that."""
+"""Tokenized documents on disk: written once, memory-mapped by every run and process."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from surgery.training.run_folder import TOKEN_FILES
 
 ABOUT = "about.json"
 TOKENS, LENGTHS = "tokens.i4", "lengths.i8"
-"""Files of the folder: little-endian, the type in the name."""
+"""Files of the folder: little-endian, with the dtype as extension."""
 _is_own = matching(TOKEN_FILES)
 
 
 class TokenFile:
-    """The documents of one source; made by `read` or `write`.
+    """Tokenized documents of one source; created by `read` or `write`.
 
     Attributes:
-        lengths: [D] int64, tokens of every document.
-        sha256: hash of the documents, wherever and whenever they were written.
+        lengths: [D] int64, tokens of each document.
+        sha256: hash of the documents' tokens, independent of time and path.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Maps the files of a complete folder.
+        """Map the files of a complete folder into memory.
 
         Raises:
-            SurgeryError: a file is missing, damaged, or not as long as it was.
+            SurgeryError: a file is missing, damaged, or of the wrong size.
         """
         about = read_json(folder / ABOUT)
         try:
@@ -49,17 +49,17 @@ class TokenFile:
         return len(self.lengths)
 
     def document(self, number: int, start: int = 0, end: int | None = None) -> list[int]:
-        """Tokens `start` to `end` of a document."""
+        """Return the token ids of a document from `start` to `end`."""
         first = int(self._starts[number])
         span = slice(first + start, first + (int(self.lengths[number]) if end is None else end))
         return self._tokens[span].tolist()
 
     @classmethod
     def read(cls, folder: Path, identity: Mapping[str, Any]) -> TokenFile | None:
-        """The documents in a folder, if it holds those of this identity; None otherwise.
+        """Open the documents in a folder; None if it holds none, or those of another identity.
 
         Raises:
-            SurgeryError: it does, but is damaged.
+            SurgeryError: the folder is damaged.
         """
         with disk_errors(folder):
             if not (folder / ABOUT).is_file():
@@ -75,27 +75,27 @@ class TokenFile:
         limit: int | None = None,
         advance: Callable[[int], Any] = int,
     ) -> TokenFile:
-        """Writes documents next to the folder and renames that, so that it is there whole or not at all.
+        """Write documents to the folder atomically: to a folder next to it, which is then renamed.
 
         Args:
-            identity: everything that decides the documents, as plain values.
-            limit: tokens after which no more documents are read; the last one is kept whole.
+            identity: JSON values that determine the documents.
+            limit: tokens after which no more documents are read; the last document is not truncated.
             advance: called with the number of tokens of every document.
 
         Raises:
-            SurgeryError: there are no documents, a document cannot be read, or the disk refuses.
+            SurgeryError: there are no documents, a document cannot be read, or the folder cannot be written.
         """
         partial = folder.with_name(folder.name + ".partial")
         with disk_errors(folder):
             if partial.exists():
-                remove_owned(partial, _is_own)  # of a run that was stopped
+                remove_owned(partial, _is_own)  # left by a run that was stopped
             partial.mkdir(parents=True)
             try:
                 about = {**_write(partial, documents, limit, advance), "identity": _plain(identity)}
                 (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
                 sync_tree(partial)
                 if folder.exists():
-                    remove_owned(folder, _is_own)  # of another identity
+                    remove_owned(folder, _is_own)  # documents of another identity
                 os.rename(partial, folder)
                 sync_folder(folder.parent)
             finally:
@@ -107,7 +107,7 @@ class TokenFile:
 def _write(
     folder: Path, documents: Iterable[list[int]], limit: int | None, advance: Callable[[int], Any]
 ) -> dict[str, Any]:
-    """Writes the files; returns their sizes and hash."""
+    """Write the token and length files; return the counts and the hash."""
     digest, lengths, total = hashlib.sha256(), [], 0
     with open(folder / TOKENS, "wb") as file:
         for document in documents:
@@ -138,5 +138,5 @@ def _mapped(path: Path, kind: str, count: int) -> np.ndarray:
 
 
 def _plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity as it is when read back."""
+    """Return the identity after a JSON round trip."""
     return json.loads(json.dumps(identity))

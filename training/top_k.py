@@ -1,4 +1,4 @@
-"""The teacher's likeliest tokens at a position, and all others as one."""
+"""Top-k teacher distributions: the k most likely tokens, and one bucket for all others."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from surgery.training.chunks import LOGIT_BYTES, States, chunk_count
 from surgery.training.data import moved
 
 LEAST = -87.0
-"""The smallest log-probability that is kept: the exponential of less is no normal fp32 number."""
+"""Smallest log-probability stored: below it, the exponential is subnormal in fp32."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The distributions of a teacher at temperature 1, each as k tokens by name and one bucket for the rest.
+    """Teacher distributions at temperature 1, each as its top k tokens and one bucket for the rest.
 
-    The logits of the tokens less their logsumexp are kept, which half precision holds best where the probability is
-    high; the rest is its own number in fp32, since 1 less the rounded others would be noise.
+    Log-probabilities are stored, which half precision represents best where the probability is high. The rest is stored
+    in fp32, since 1 minus the sum of rounded probabilities would be noise.
 
     Attributes:
-        values: [..., k] log-probabilities of the k likeliest tokens, float16 (or wider), at least `LEAST`.
-        ids: [..., k] int32, those tokens.
-        rest: [...] float32 (or wider), log-probability that it is any other token, at least `LEAST`.
-        vocabulary: V. With k = V there are no others, and `rest` is not read.
+        values: [..., k] log-probabilities of the k most likely tokens, float16 (or wider), at least `LEAST`.
+        ids: [..., k] int32 ids of these tokens.
+        rest: [...] log-probability of any other token, float32 (or wider), at least `LEAST`.
+        vocabulary: vocabulary size V. With k = V there are no other tokens, and `rest` is not read.
     """
 
     values: Tensor
@@ -37,7 +37,7 @@ class TopK:
     vocabulary: int
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name: everything but the vocabulary."""
+        """Return the tensor fields by name."""
         return {"values": self.values, "ids": self.ids, "rest": self.rest}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TopK:
@@ -45,27 +45,27 @@ class TopK:
         return self.of({name: function(tensor) for name, tensor in self.tensors().items()})
 
     def of(self, tensors: Mapping[str, Tensor]) -> TopK:
-        """The distributions over the same vocabulary that these tensors hold."""
+        """Create distributions over the same vocabulary from other tensors."""
         return TopK(**tensors, vocabulary=self.vocabulary)
 
     def to(self, device: torch.device) -> TopK:
-        """Return the same on another device."""
+        """Return the distributions on a device."""
         return self.map(lambda tensor: moved(tensor, device))
 
     @property
     def whole(self) -> bool:
-        """Return whether it has the logits of the whole vocabulary."""
+        """Return whether all tokens of the vocabulary are included (k = V)."""
         return self.values.shape[-1] == self.vocabulary
 
 
 @torch.no_grad()
 def top_k(teacher: States, k: int, dtype: torch.dtype = torch.float16, max_bytes: int = LOGIT_BYTES) -> TopK:
-    """The distributions of a teacher at N positions; its logits exist for a few of them at a time.
+    """Compute a teacher's top-k distributions at N positions, in chunks of logits.
 
     Args:
-        k: tokens by name.
-        dtype: of their log-probabilities.
-        max_bytes: of one chunk's fp32 logits.
+        k: number of tokens per position.
+        dtype: dtype of their log-probabilities.
+        max_bytes: limit of one chunk's fp32 logits.
 
     Raises:
         SurgeryError: k is not in 1 … V.
@@ -84,14 +84,14 @@ def top_k(teacher: States, k: int, dtype: torch.dtype = torch.float16, max_bytes
 
 
 def buckets(logits: Tensor, teacher: TopK) -> tuple[Tensor, Tensor]:
-    """Student and teacher as distributions over the same k + 1 outcomes: k tokens and "any other", if there are others.
+    """Reduce student and teacher to distributions over the same k + 1 outcomes: the teacher's k tokens and "any other".
 
     Args:
-        logits: [N, V] of the student, fp32 or fp64; gradients pass.
-        teacher: at the same N positions. What rounding left of its sum is divided out.
+        logits: student logits [N, V], fp32 or fp64, with gradients.
+        teacher: teacher at the same N positions; renormalized, since rounding changes the sum of its probabilities.
 
     Returns:
-        Log-probabilities [N, k + 1] of both in the dtype of ``logits``, [N, k] where k = V.
+        Log-probabilities [N, k + 1] of student and teacher in the dtype of ``logits``; [N, k] if k = V.
     """
     ids = teacher.ids.long()
     values, rest = teacher.values.to(logits.dtype), teacher.rest.to(logits.dtype)
@@ -104,5 +104,5 @@ def buckets(logits: Tensor, teacher: TopK) -> tuple[Tensor, Tensor]:
 
 
 def _others(logs: Tensor, ids: LongTensor) -> Tensor:
-    """Log-probability [N] of all tokens but ``ids`` [N, k], of log-probabilities [N, V]; -inf if there are none."""
+    """Compute the log-probability [N] of all tokens but ``ids`` [N, k] from ``logs`` [N, V]; -inf if k = V."""
     return logs.scatter(1, ids, -torch.inf).logsumexp(dim=1)

@@ -1,4 +1,4 @@
-"""The tracker of a run, through accelerate: refused early where it cannot work, never the end of a run."""
+"""Experiment tracker of a run, through accelerate: checked before the run; a later failure does not end the run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from surgery.training.settings import NO_TRACKER, HealSettings
 
 WANDB_HOST = "https://api.wandb.ai"
 SECONDS = 10
-"""Time for which a run waits for wandb before it starts. Its own default is minutes."""
+"""Seconds for which a run waits for wandb to start; wandb's own default is minutes."""
 
 
 def check_tracker(settings: HealSettings) -> None:
-    """Raises SurgeryError unless the tracker that is asked for is there, and knows who asks. Touches no network."""
+    """Raise SurgeryError if the tracker is not installed or not logged in. Needs no network."""
     tracker = settings.tracker
     if tracker == NO_TRACKER:
         return
@@ -41,31 +41,30 @@ def check_tracker(settings: HealSettings) -> None:
 
 
 class Tracker:
-    """The tracker of a run; nothing where none is asked for. All processes make every call, the main one acts.
+    """Tracker of a run, or a no-op without one. Every process must make every call; the main process acts.
 
     Attributes:
-        failed: what went wrong with it after it had started; None for nothing. A run goes on without it.
+        failed: message of a failure after the start, after which the run continues without the tracker; or None.
     """
 
     def __init__(self, accelerator: Any = None, note: Callable[[str], None] = lambda text: None) -> None:
-        """Wrap an accelerator that has started its trackers; None for no tracker. `note` reports what fails."""
+        """Wrap an accelerator that has started its trackers; None for no tracker. `note` reports failures."""
         self._accelerator, self._note = accelerator, note
         self.failed: str | None = None
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Numbers of a step; those that are None are left out."""
+        """Log the values of a step, except those that are None."""
         numbers = {name: value for name, value in values.items() if value is not None}
         self._try("log", lambda: self._accelerator.log(numbers, step=step))
 
     def finish(self) -> None:
-        """Ends it; it takes nothing after that. A second call does nothing."""
-        # Not accelerate's end_training, which ends the processes' talk with each other, too.
+        """Finish the tracker; later calls do nothing."""
+        # Not accelerate's end_training, which destroys the process group, too.
         self._try("finish", lambda: [tracker.finish() for tracker in self._accelerator.trackers])
         self._accelerator = None
 
     def run(self) -> dict[str, str] | None:
-        """Return the place of the run in wandb: entity, project, run_id and url, as far as known; None where nothing is
-        logged."""
+        """Return entity, project, run_id and url of the wandb run, as far as known; None without one."""
         run = getattr(next(iter(getattr(self._accelerator, "trackers", ())), None), "run", None)
         if not getattr(run, "id", None) or getattr(run, "disabled", False):
             return None
@@ -77,7 +76,7 @@ class Tracker:
             return
         try:
             function()
-        except Exception as error:  # a tracker may raise anything, and a run of hours must not end for it
+        except Exception as error:  # a tracker may raise anything, which must not end a run of hours
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             self.failed = f"{action}: {reason}"
             self._accelerator = None
@@ -87,20 +86,20 @@ class Tracker:
 
 
 def tracker_folder(settings: HealSettings) -> Path:
-    """Return the folder of a tracker that writes files."""
+    """Return the folder for trackers that write files."""
     return Path(settings.tracker_folder or f"{settings.out}.run").expanduser().resolve()
 
 
 def start_tracker(
     accelerator: Any, settings: HealSettings, folder: Path, note: Callable[[str], None] = lambda text: None
 ) -> Tracker:
-    """Starts the tracker that is asked for; the main process calls it before anything large is done.
+    """Start the tracker of the settings; the main process calls it before models load.
 
     Args:
-        folder: exists; for what the tracker writes.
+        folder: existing folder for the tracker's files.
 
     Raises:
-        SurgeryError: its service cannot be reached, or it refuses.
+        SurgeryError: the tracker does not start.
     """
     if settings.tracker == NO_TRACKER:
         return Tracker()
@@ -121,7 +120,7 @@ def start_tracker(
 
 
 def _wandb_options(settings: HealSettings, folder: Path) -> dict[str, Any]:
-    """Arguments of `wandb.init`: the run stands next to the conversion that is healed, and what is measured of it."""
+    """Build the arguments of `wandb.init`; the run is grouped with the student's conversion and evaluations."""
     import wandb
 
     quiet = wandb.Settings(silent=True, console="off", init_timeout=SECONDS)
@@ -130,12 +129,12 @@ def _wandb_options(settings: HealSettings, folder: Path) -> dict[str, Any]:
 
 
 def _is_online(settings: HealSettings) -> bool:
-    """Return whether wandb sends the run at once; the environment can override it."""
+    """Return whether wandb syncs the run online; the environment can override the setting."""
     return settings.wandb_mode == "online" and os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun")
 
 
 def _has_key() -> bool:
-    """Return whether wandb has a key in the environment or the netrc file. wandb itself would ask at the terminal."""
+    """Return whether wandb has a key in the environment or the netrc file; wandb itself would prompt for one."""
     from requests.utils import get_netrc_auth
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):

@@ -1,4 +1,4 @@
-"""Trainable parameters: all, the attentions', those the teacher does not have, or adapters next to them."""
+"""Choice of trainable parameters: all, attention, those that the teacher does not have, or LoRA adapters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from surgery.common.errors import SurgeryError
 from surgery.training.settings import HealSettings, named
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention"})
-"""Names of the attention module of a decoder layer in transformers."""
+"""Names of attention modules in decoder layers of transformers."""
 
 
 def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Module | None) -> None:
-    """Lets exactly those parameters train that the settings ask for, adapters included.
+    """Set `requires_grad` by the settings, and add LoRA adapters if they ask for them.
 
     Raises:
-        SurgeryError: nothing would train, or the settings name what is not there.
+        SurgeryError: nothing would train, or a pattern matches no parameter or module.
     """
     if settings.train == "lora":
         add_adapters(student, settings.lora_rank, settings.lora_alpha, settings.lora_modules)
@@ -34,16 +34,16 @@ def choose(
     teacher_shapes: Mapping[str, Sequence[int]] | None = None,
     patterns: Sequence[str] = (),
 ) -> list[str]:
-    """Lets exactly the chosen parameters train (`requires_grad`) and returns their names, in the model's order.
+    """Set `requires_grad` for the chosen parameters only; return their names in the model's order.
 
     Args:
-        train: "all"; "attention", all of the attention modules; or "new", parameters that the teacher does not have
-            under the same name and shape.
-        teacher_shapes: name to shape of the teacher's parameters, for "new".
-        patterns: names of parameters, with * and ?, that train besides.
+        train: "all"; "attention", all parameters of attention modules; or "new", parameters that the teacher does not
+            have with the same name and shape.
+        teacher_shapes: shapes of the teacher's parameters by name, for "new".
+        patterns: names of additional parameters, with * and ?.
 
     Raises:
-        SurgeryError: nothing would train, or a pattern fits no parameter.
+        SurgeryError: nothing would train, or a pattern matches no parameter.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -70,18 +70,18 @@ def choose(
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[str] = ()) -> nn.Module:
-    """Puts LoRA adapters (Hu et al., arXiv:2106.09685) on linear modules through PEFT; only they train.
+    """Add LoRA adapters (Hu et al., arXiv:2106.09685) to linear modules with PEFT; only the adapters train.
 
-    The model itself is changed in place, so that it can be called as before.
+    The model is changed in place and can be called as before.
 
     Args:
-        modules: names of linear modules, with * and ?; none means all linear modules of the attentions.
+        modules: names of linear modules, with * and ?; empty for all linear modules of attention.
 
     Returns:
-        PEFT's model around it, which saves and merges adapters.
+        The PEFT model around it, which saves and merges adapters.
 
     Raises:
-        SurgeryError: peft is not installed, or no linear module fits.
+        SurgeryError: peft is not installed, or no linear module matches.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -98,7 +98,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[st
     ]
     if not targets:
         raise SurgeryError("nothing would train: the attentions have no linear modules; name some in lora_modules")
-    # PEFT takes the end of a name for a match, and these names are whole; a regular expression leaves no doubt.
+    # A list of names would also match names that end in them; a regular expression matches whole names.
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_exactly(targets)))
 
 
@@ -108,7 +108,7 @@ def in_attention(name: str) -> bool:
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """Groups for AdamW of what trains: matrices with weight decay, vectors (norms, biases) without."""
+    """Build AdamW's groups of trainable parameters: matrices with weight decay, vectors (norms, biases) without."""
     training = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [each for each in training if each.ndim >= 2], "weight_decay": weight_decay},
@@ -130,6 +130,6 @@ def _exactly(names: Sequence[str]) -> str:
 
 
 def examples(names: Iterable[str]) -> str:
-    """A few of the names that there are, for a refusal."""
+    """Format the first names of a list as a hint for an error message."""
     samples = list(names)[:3]
     return f"there are {', '.join(samples)}..." if samples else "there are none"
