@@ -19,7 +19,7 @@ SECONDS = 10
 
 
 def check_tracker(settings: HealSettings) -> None:
-    """Raise SurgeryError if the tracker is not installed or not logged in. Needs no network."""
+    """Raise SurgeryError if the tracker is unknown, not installed, or not logged in. Needs no network."""
     tracker = settings.tracker
     if tracker == NO_TRACKER:
         return

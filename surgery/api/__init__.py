@@ -1,1 +1,1 @@
-"""The commands as functions of the package: what they take for a model, and what they return."""
+"""Python functions of the commands, their model arguments and results."""

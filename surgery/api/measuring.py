@@ -1,8 +1,7 @@
-"""The commands that look at models: what one can become, what is chosen for a budget, how good it is, which heads
-matter.
+"""Python functions of ``surgery inspect``, ``plan``, ``verify``, ``eval`` and ``heads``.
 
-Like those of :mod:`surgery.api.rewriting` they are the command line's, for notebooks and programs: settings have the
-names of YAML files (``surgery config NAME``), and torch is imported when one is called.
+Settings have the names of YAML files (``surgery config NAME``). torch is imported when a function is called, not with
+this module.
 """
 
 from __future__ import annotations
@@ -55,19 +54,20 @@ def plan(
     progress: bool = True,
     **settings: Any,
 ) -> Plan:
-    """Chooses a conversion for a budget, by trying what there is on held-out text: ``surgery plan``.
+    """Choose a conversion for a budget by simulating candidates on held-out text, as ``surgery plan`` does.
 
     Args:
         model: see :mod:`surgery.api.model_arguments`.
-        tokenizer: of a model in memory.
+        tokenizer: tokenizer of a model in memory.
         allow_pickle: read pickled weights if there are no others.
-        progress: show bars on standard error.
-        **settings: of :class:`surgery.planning.settings.PlanSettings`: ``kv_ratio``, ``memory`` with ``context`` and
-            ``batch``, or ``max_loss``; ``engine``, ``allow``, ``calibration`` …
+        progress: show progress bars on standard error.
+        **settings: fields of :class:`surgery.planning.settings.PlanSettings`: ``kv_ratio``, ``memory`` with ``context``
+            and ``batch``, or ``max_loss``; ``engine``, ``allow``, ``calibration`` …
 
     Returns:
-        What was measured, and the choice: ``surgery.convert(model, to=plan.chosen.to, **plan.chosen.asked)``. With an
-        ``engine`` that needs no conversion for the budget, ``chosen.to`` is None and ``chosen.command`` serves it.
+        The measurements and the choice: ``surgery.convert(model, to=plan.chosen.to, **plan.chosen.asked)``. If a cache
+        format of the ``engine`` is chosen, no conversion is needed: ``chosen.to`` is None and ``chosen.command`` serves
+        the source.
 
     Raises:
         SurgeryError: the model cannot be read or converted, a setting is unknown, or nothing meets the budget.
@@ -86,19 +86,19 @@ def plan(
 
 
 def verify(model: Model, *, device: str = "auto", seed: int = 0, progress: bool = True) -> Checked:
-    """Checks a checkpoint as its conversion did, at any time and place: ``surgery verify``.
+    """Repeat the checks of a conversion on its checkpoint, as ``surgery verify`` does.
 
     Args:
         model: see :mod:`surgery.api.model_arguments`.
-        device: where layers run.
-        seed: of the random tokens that are run.
-        progress: show bars on standard error.
+        device: device on which layers run.
+        seed: seed of the random tokens.
+        progress: show progress bars on standard error.
 
     Returns:
-        ``checks``, each with a name, an outcome (passed, failed, not checked) and what was seen; ``failed`` of them.
+        ``checks``, each with a name, an outcome (passed, failed, not checked) and details; ``failed``, the failed ones.
 
     Raises:
-        SurgeryError: there is no checkpoint whose files fit together.
+        SurgeryError: there is no checkpoint, or its files are inconsistent.
 
     Example:
         >>> surgery.verify("ckpt-mla").failed
@@ -124,23 +124,24 @@ def evaluate(
     progress: bool = True,
     **settings: Any,
 ) -> Evaluated:
-    """Measures models next to their source and next to cheap baselines: ``surgery eval``.
+    """Evaluate models next to their source and cheap baselines, as ``surgery eval`` does.
 
     Args:
-        models: one or more, by name if they are a mapping; see :mod:`surgery.api.model_arguments`.
-        baseline: their source, which differences are to.
-        out: folder of results and report, from which an interrupted evaluation goes on; without it nothing is kept.
-        tokenizer: of models in memory.
-        config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
-        title: of the report.
+        models: one or more models, or a mapping from names to models; see :mod:`surgery.api.model_arguments`.
+        baseline: the source, to which differences are reported.
+        out: folder of results and report, from which an interrupted evaluation resumes; None writes nothing.
+        tokenizer: tokenizer of models in memory.
+        config: YAML file of settings, or the name of a shipped one; ``settings`` override it.
+        title: title of the report.
         overwrite: replace a report of other models, tasks or settings.
         allow_pickle: read pickled weights if there are no others.
-        trust_remote_code: run code that lies next to the weights.
-        progress: show bars on standard error.
-        **settings: of :class:`surgery.evaluation.settings.EvalSettings`, such as ``tasks``, ``data``, ``windows``.
+        trust_remote_code: run model code that comes with the weights.
+        progress: show progress bars on standard error.
+        **settings: fields of :class:`surgery.evaluation.settings.EvalSettings`, such as ``tasks``, ``data``,
+            ``windows``.
 
     Raises:
-        SurgeryError: something asked for cannot be measured; mostly found before anything is.
+        SurgeryError: a task cannot run on a model; mostly found before the first measurement.
 
     Example:
         >>> smaller = surgery.convert("builtin", to="mqa")
@@ -188,18 +189,18 @@ def score_heads(
     progress: bool = True,
     **settings: Any,
 ) -> ScoredHeads:
-    """Scores every KV head, the higher the more it needs its whole context: ``surgery heads``.
+    """Score every KV head by its need for the whole context, as ``surgery heads`` does.
 
     Args:
         model: see :mod:`surgery.api.model_arguments`.
         method: duo, prulong, needle, induction or kvzip.
-        out: file to write, NAME.safetensors, with a picture next to it; without it the result is temporary.
-        tokenizer: of a model in memory.
-        config: YAML file of settings, or the name of one that ships; arguments win over it.
+        out: output file NAME.safetensors, with a heat map next to it; None for a temporary file.
+        tokenizer: tokenizer of a model in memory.
+        config: YAML file of settings, or the name of a shipped one; arguments override it.
         overwrite: replace existing files.
         allow_pickle: read pickled weights if there are no others.
-        progress: show bars on standard error.
-        **settings: of :class:`surgery.heads.settings.HeadSettings`, such as ``sinks``, ``recent``, ``length``.
+        progress: show progress bars on standard error.
+        **settings: fields of :class:`surgery.heads.settings.HeadSettings`, such as ``sinks``, ``recent``, ``length``.
 
     Raises:
         SurgeryError: a setting is unknown or impossible, or the model's heads cannot be scored.
@@ -224,7 +225,7 @@ def score_heads(
 
 
 def _rows(models: Any, tokenizer: PreTrainedTokenizerBase | None, opened: ExitStack) -> tuple[str, ...]:
-    """Rows of an evaluation as the command line has them, ``NAME=PLACE`` or the place alone."""
+    """Return the rows of an evaluation as on the command line: ``NAME=PATH``, or the path alone."""
     if isinstance(models, Mapping):
         return tuple(f"{name}={opened.enter_context(on_disk(each, tokenizer)).path}" for name, each in models.items())
     listed = models if isinstance(models, list | tuple) else [models]

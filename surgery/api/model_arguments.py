@@ -1,7 +1,7 @@
-"""Models as arguments of the package's functions, and the folders of their outputs.
+"""Model arguments and output paths of the Python functions.
 
-A model is a folder, a GGUF file, a hub id, a name (``builtin``, ``smollm2``), a model of transformers in memory with
-its tokenizer, or the result of another function.
+A model is a folder, a GGUF file, a hub id, a name (``builtin``, ``smollm2``), a transformers model in memory with its
+tokenizer, or the result of another function.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Model: TypeAlias = Union[str, "os.PathLike[str]", "PreTrainedModel", Checkpoint]
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A model where the commands can read it.
+    """Model on disk or on the hub, as the commands read it.
 
     Attributes:
-        path: a folder, a GGUF file or a hub id.
-        source: by what it can be read again when the work is done; None for one in memory.
-        device: of a model in memory.
+        path: folder, GGUF file or hub id.
+        source: the model argument, which stays valid after the block; None for a model in memory.
+        device: device of a model in memory.
     """
 
     path: str
@@ -41,26 +41,26 @@ class OnDisk:
 
     @property
     def name(self) -> str:
-        """Name after which outputs are called."""
+        """Base name for outputs."""
         return Path(self.path).stem if Path(self.path).is_file() else Path(self.path).name
 
 
 @contextmanager
 def on_disk(model: Model, tokenizer: PreTrainedTokenizerBase | None, *, tokenized: bool = True) -> Iterator[OnDisk]:
-    """A model as files: where it is, or, of one in memory, in a temporary folder for the length of the block.
+    """Yield a model as files; a model in memory is saved to a temporary folder for a ``with`` block.
 
     Args:
-        tokenizer: of a model in memory.
-        tokenized: whether the work reads text, so that a model in memory needs its tokenizer.
+        tokenizer: tokenizer of a model in memory.
+        tokenized: whether the command reads text, so that a model in memory needs its tokenizer.
 
     Raises:
-        SurgeryError: it is no model, there is no such place, or it cannot be saved.
+        SurgeryError: the argument is not a model, the path does not exist, or the model cannot be saved.
     """
     if isinstance(model, Checkpoint):
         yield OnDisk(str(model.path), model)
     elif isinstance(model, str | os.PathLike):
         path = model_named(os.fspath(model))
-        find_local(path)  # refuses what is none before torch is loaded for it
+        find_local(path)  # raises for a missing path before torch is imported
         yield OnDisk(path, path)
     elif hasattr(model, "save_pretrained") and hasattr(model, "config"):
         if tokenized and tokenizer is None:
@@ -78,7 +78,7 @@ def on_disk(model: Model, tokenizer: PreTrainedTokenizerBase | None, *, tokenize
 
 @contextmanager
 def placed(out: str | Path | None, name: str) -> Iterator[tuple[Path, TemporaryFolder | None]]:
-    """Yield the output path: the user's, or a temporary folder, which is removed at once if the block fails."""
+    """Yield the output path: the user's, or ``name`` in a temporary folder, which is removed if the block fails."""
     if out is not None:
         yield Path(out), None
         return

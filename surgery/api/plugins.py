@@ -1,5 +1,4 @@
-"""Adding to what the commands know, from a program. Packages do the same by entry points: CONTRIBUTING.md, "Plug
-in"."""
+"""Registration of plugins from Python. Packages register by entry points: CONTRIBUTING.md, "Plug in"."""
 
 from __future__ import annotations
 
@@ -15,41 +14,42 @@ if TYPE_CHECKING:
 
 
 def register_structure(target: Target) -> None:
-    """A structure that ``--to`` can name: its settings, and where its :class:`surgery.structures.base.Structure` is."""
+    """Register a conversion target for ``--to``: its settings and its :class:`surgery.structures.base.Structure`."""
     from surgery.structures.registry import TARGETS
 
     TARGETS.register(target.name, target)
 
 
 def register_family(family: Family) -> None:
-    """A family of models that can be converted."""
+    """Register a model family, by its ``model_type``."""
     from surgery.families import FAMILIES
 
     FAMILIES.register(family.model_type, family)
 
 
 def register_scorer(name: str, scorer: Scorer) -> None:
-    """A way to score heads: from a :class:`surgery.heads.scorer.ScoringSession` to scores."""
+    """Register a method of scoring heads: a function of a :class:`surgery.heads.scorer.ScoringSession` to scores."""
     from surgery.heads.methods import SCORERS
 
     SCORERS.register(name, scorer)
 
 
 def register_task(name: str, build: Build) -> None:
-    """A task of evaluations: from :class:`surgery.evaluation.task_data.TaskData` to a task (`surgery.eval.session`)."""
+    """Register an evaluation task: a function of :class:`surgery.evaluation.task_data.TaskData` to a task
+    (`surgery.eval.session`)."""
     from surgery.evaluation.kinds import TASKS
 
     TASKS.register(name, build)
 
 
 def register_method(structure: str, name: str, method: Any) -> None:
-    """A named method of a structure that takes some, as ``--to lowrank`` and ``--to gqa``.
+    """Register a method of a structure with pluggable methods, such as ``lowrank`` and ``gqa``.
 
     Args:
         method: a :class:`surgery.transforms.low_rank_methods.Method` or :class:`surgery.transforms.kv_heads.Method`.
 
     Raises:
-        SurgeryError: another structure, whose methods are not alike enough to be told by a few functions; or no Method.
+        SurgeryError: the structure has no pluggable methods, or ``method`` is not a Method.
     """
     from surgery.common.plugins import load
     from surgery.structures.registry import TARGETS

@@ -1,4 +1,4 @@
-"""Results of the package's functions: numbers, the report they are from, and the model on demand."""
+"""Results of the Python functions: metrics, reports, and lazily loaded models."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was made, and the model in it.
+    """Written checkpoint with its lazily loaded model.
 
     Attributes:
-        path: its folder. Without an ``out`` it is a temporary one, which goes with this object.
-        source: what it was made from: a place, or the result that was given; None for a model in memory.
+        path: folder of the checkpoint. Without ``out`` it is temporary, and removed with this object.
+        source: the model argument: a path, hub id or result; None for a model in memory.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class Checkpoint:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model, loaded when it is first asked for, in its own dtype, on the device of the one that was given.
+        """The model, loaded at first access in its own dtype, on the device of the model argument (CPU for files).
 
         Raises:
             SurgeryError: transformers cannot load it.
@@ -47,20 +47,20 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer.
+        """The checkpoint's tokenizer.
 
         Raises:
-            SurgeryError: there is none.
+            SurgeryError: the checkpoint has none.
         """
         from surgery.running.loading import load_tokenizer
 
         return load_tokenizer(self.path)
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> Path:
-        """Copies the checkpoint into a folder, whole or not at all.
+        """Copy the checkpoint to a folder atomically.
 
         Raises:
-            SurgeryError: the folder exists and may not be replaced, or cannot be written.
+            SurgeryError: the folder exists without ``overwrite``, or cannot be written.
         """
         from surgery.checkpoint.disk import disk_errors, tree_bytes
         from surgery.checkpoint.staging import Staging, check_output
@@ -85,11 +85,11 @@ class Converted(Checkpoint):
     """Result of :func:`surgery.convert` and :func:`surgery.slice`.
 
     Attributes:
-        loss_before, loss_after: nats per token on held-out text, of the source and of what was written, as it was
-            loaded again; None where no text was read. Of what was healed both are of the healing's text.
-        recall_before, recall_after: share of planted facts that are found; None likewise.
-        kv_bytes_before, kv_bytes_after: KV bytes per token over all layers, counted in the live cache afterwards.
-        report: everything else: settings, stages, layers, hashes, versions, engines.
+        loss_before, loss_after: nats per token on held-out text, of the source and of the written checkpoint; None
+            without calibration. With ``heal`` both are from the evaluation of the healing.
+        recall_before, recall_after: share of planted facts that are found; None without calibration.
+        kv_bytes_before, kv_bytes_after: KV bytes per token over all layers; the second is counted in the live cache.
+        report: the full report: settings, stages, layers, hashes, versions, engines.
     """
 
     loss_before: float | None
@@ -102,7 +102,7 @@ class Converted(Checkpoint):
 
     @property
     def kv_ratio(self) -> float:
-        """Share of the KV bytes that is left."""
+        """KV bytes per token as a share of the source's."""
         return self.kv_bytes_after / self.kv_bytes_before
 
     @classmethod
@@ -128,11 +128,12 @@ class Healed(Checkpoint):
     """Result of :func:`surgery.heal`.
 
     Attributes:
-        loss_source, loss_before, loss_after: nats per token on held-out text, of the teacher, of the checkpoint that
-            was healed and of what came of it; None where it was not measured.
-        recall_source, recall_before, recall_after: share of planted facts that are found; None likewise.
-        gap_closed: share of the conversion's loss that was won back; None where less than 0.005 nats had been lost.
-        report: everything else, as ``healing`` in the checkpoint's report has it.
+        loss_source, loss_before, loss_after: nats per token on held-out text, of the teacher, the student and the
+            healed checkpoint; None if not measured.
+        recall_source, recall_before, recall_after: share of planted facts that are found; None if not measured.
+        gap_closed: recovered share of the loss increase; None if the conversion had increased the loss by less than
+            0.005 nats.
+        report: the section ``healing`` of the checkpoint's report.
     """
 
     loss_source: float | None
@@ -155,14 +156,14 @@ class Healed(Checkpoint):
 
 @dataclass(frozen=True)
 class Row:
-    """One model of an evaluation.
+    """Results of one model of an evaluation.
 
     Attributes:
-        role: baseline, checkpoint, or variant for a cheap baseline made of the first.
-        loss: nats per token on held-out text; None where it was not measured.
-        recall: share of planted facts that are found; None likewise.
+        role: "baseline", "checkpoint", or "variant" for a cheap baseline, a variant of the baseline.
+        loss: nats per token on held-out text; None if not measured.
+        recall: share of planted facts that are found; None if not measured.
         kv_bytes: KV bytes per token over all layers, counted in the live cache.
-        kv_ratio: of the baseline's; None without one.
+        kv_ratio: KV bytes as a share of the baseline's; None without a baseline.
     """
 
     name: str
@@ -175,12 +176,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of :func:`surgery.evaluate`; notebooks show its page.
+    """Result of :func:`surgery.evaluate`; notebooks display its page.
 
     Attributes:
-        rows: the models, the baseline first, cheap baselines last.
-        report: everything that was measured, as report.json has it.
-        folder: of the report's files; None without an ``out``.
+        rows: results by model, the baseline first, cheap baselines last.
+        report: all results, as in report.json.
+        folder: folder of the report's files; None without ``out``.
     """
 
     rows: tuple[Row, ...]
@@ -188,24 +189,24 @@ class Evaluated:
     folder: Path | None = None
 
     def __getitem__(self, name: str) -> Row:
-        """The row of that name."""
+        """Return the row of a model by name."""
         return next(row for row in self.rows if row.name == name)
 
     @cached_property
     def page(self) -> Page:
-        """The report as a page with tables and plots."""
+        """The report as an HTML page with tables and plots."""
         from surgery.eval.report import page
 
         return Page(page.render(self.report))
 
     def plot(self, name: str = "pareto-loss") -> Svg | None:
-        """One plot of the page; None where the report has nothing for it.
+        """Return one plot of the page; None if the report has no data for it.
 
         Args:
             name: pareto-loss, pareto-recall, loss-by-position, needle, ruler, speed or layer-errors.
 
         Raises:
-            SurgeryError: there is no such plot.
+            SurgeryError: the name is unknown.
         """
         from surgery.common.file_settings import did_you_mean
         from surgery.eval.report.figures import PLOTS
@@ -238,11 +239,11 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class ScoredHeads:
-    """Result of :func:`surgery.score_heads`; ``heads`` of a hybrid conversion takes it.
+    """Result of :func:`surgery.score_heads`, an argument ``heads`` of a hybrid conversion.
 
     Attributes:
-        path: of the pattern file. Without an ``out`` it is a temporary one, which goes with this object.
-        pattern: the scores with all that is known of them.
+        path: pattern file. Without ``out`` it is temporary, and removed with this object.
+        pattern: the scores with their metadata.
     """
 
     path: Path
@@ -251,7 +252,7 @@ class ScoredHeads:
 
     @property
     def scores(self) -> Tensor:
-        """[layers, KV heads] in float32, higher for heads that need their whole context."""
+        """Scores [layers, KV heads] in float32, higher for heads that need their whole context."""
         return self.pattern.scores
 
     @property
@@ -261,7 +262,7 @@ class ScoredHeads:
 
     @cached_property
     def plot(self) -> Svg:
-        """A heat map of the scores."""
+        """Heat map of the scores."""
         from surgery.eval.report.style import to_svg
         from surgery.heads.heat_map import head_map
 

@@ -1,8 +1,7 @@
-"""The commands that make a checkpoint of another: conversion, a smaller slice, recovery training.
+"""Python functions of ``surgery convert``, ``slice`` and ``heal``.
 
-Like those of :mod:`surgery.api.measuring` they are the command line's, for notebooks and programs: settings have the
-names of YAML files (``surgery config NAME``), and torch is imported when one is called. Nothing is written without an
-``out``: what is made lies in a temporary folder that goes with the result.
+Settings have the names of YAML files (``surgery config NAME``). torch is imported when a function is called, not with
+this module. Without ``out`` the checkpoint is in a temporary folder that is removed with the result.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ def convert(
     progress: bool = True,
     **settings: Any,
 ) -> Converted:
-    """Converts a model's attention so that its KV cache is smaller: ``surgery convert``.
+    """Convert a model's attention to a smaller KV cache, as ``surgery convert`` does.
 
     Args:
         model: see :mod:`surgery.api.model_arguments`.
         to: mla, gqa, mqa, lowrank, crosslayer, hybrid or quantized.
-        out: folder to write; without it the result is temporary (:meth:`surgery.api.results.Checkpoint.save` keeps it).
-        tokenizer: of a model in memory.
-        config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
+        out: output folder; None for a temporary one (:meth:`surgery.api.results.Checkpoint.save` keeps it).
+        tokenizer: tokenizer of a model in memory.
+        config: YAML file of settings, or the name of a shipped one; ``settings`` override it.
         overwrite: replace an existing checkpoint in ``out``.
         allow_pickle: read pickled weights if there are no others.
-        keep_code: take over code files of the source, too.
-        heal: how long to train the result on the source's predictions, in seconds or as "5m".
-        progress: show bars on standard error.
-        **settings: of the target, such as ``kv_ratio``, ``method``, ``calibration``, ``device``; ``heads`` of a hybrid
-            also takes what :func:`score_heads` returns.
+        keep_code: copy code files of the source, too.
+        heal: time for distilling the result from the source, in seconds or as "5m".
+        progress: show progress bars on standard error.
+        **settings: settings of the target, such as ``kv_ratio``, ``method``, ``calibration``, ``device``; ``heads`` of
+            a hybrid also takes the result of :func:`score_heads`.
 
     Returns:
-        Losses and KV bytes before and after, the report, and the model on demand.
+        Losses and KV bytes before and after, the report, and the lazily loaded model.
 
     Raises:
-        SurgeryError: a setting is unknown or impossible, or the model or ``out`` cannot be used; nothing is left.
+        SurgeryError: a setting is unknown or impossible, or the model or ``out`` cannot be used; nothing is written.
 
     Example:
         >>> smaller = surgery.convert("builtin", to="gqa", kv_heads=2)
@@ -92,16 +91,16 @@ def slice(
     progress: bool = True,
     **settings: Any,
 ) -> Converted:
-    """Makes a smaller model from a converted one, without calibration: ``surgery slice``.
+    """Reduce a converted model to a smaller KV cache without calibration, as ``surgery slice`` does.
 
     Args:
-        model: what ``to`` lowrank, crosslayer (cascade) or mla made; see :mod:`surgery.api.model_arguments`.
+        model: result of a conversion to lowrank, crosslayer (cascade) or mla; see :mod:`surgery.api.model_arguments`.
         kv_ratio: share of the KV bytes of the model that it was converted from.
-        out, tokenizer, overwrite, allow_pickle, keep_code, progress: as for :func:`convert`.
-        **settings: of :class:`surgery.structures.slices.settings.SliceSettings`.
+        out, tokenizer, overwrite, allow_pickle, keep_code, progress: see :func:`convert`.
+        **settings: fields of :class:`surgery.structures.slices.settings.SliceSettings`.
 
     Raises:
-        SurgeryError: as :func:`convert`, or the model has no latents in order.
+        SurgeryError: see :func:`convert`; or the model's latents are not ordered by importance.
 
     Example:
         >>> whole = surgery.convert("builtin", to="lowrank", kv_ratio=0.25)
@@ -128,22 +127,23 @@ def heal(
     progress: bool = True,
     **settings: Any,
 ) -> Healed:
-    """Gives a converted model its accuracy back by distillation from its source: ``surgery heal``.
+    """Recover a converted model's accuracy by distillation from its source, as ``surgery heal`` does.
 
-    The training runs in processes of its own. With an ``out`` an interrupted one goes on when it is asked for again.
+    The training runs in a subprocess. With ``out``, the same call resumes an interrupted training.
 
     Args:
-        model: what was converted; see :mod:`surgery.api.model_arguments`.
-        teacher: its source; without it what the model was made from, as its report names it.
-        out: folder to write; without it the result is temporary.
-        tokenizer: of models in memory.
-        config: YAML file of settings, or the name of one that ships; ``settings`` win over it.
-        processes: to train in.
-        launcher: accelerate configuration: a file, or cpu-2, gpu-1, fsdp2, zero3.
-        measure: loss and recall of source, model and result; a mapping has settings of the evaluation.
+        model: converted model; see :mod:`surgery.api.model_arguments`.
+        teacher: model to distill from; None for the source that the model's report names.
+        out: output folder; None for a temporary one.
+        tokenizer: tokenizer of models in memory.
+        config: YAML file of settings, or the name of a shipped one; ``settings`` override it.
+        processes: number of training processes.
+        launcher: accelerate config: a file, or cpu-2, gpu-1, fsdp2, zero3.
+        measure: whether to measure loss and recall of source, model and result, or a mapping of evaluation settings.
         overwrite: replace an existing checkpoint in ``out``.
-        progress: show bars on standard error.
-        **settings: of :class:`surgery.training.settings.HealSettings`, such as ``max_tokens``, ``data``, ``train``.
+        progress: show progress bars on standard error.
+        **settings: fields of :class:`surgery.training.settings.HealSettings`, such as ``max_tokens``, ``data``,
+            ``train``.
 
     Raises:
         SurgeryError: a setting is unknown or impossible, the training failed, or its result does not pass verification.
@@ -198,7 +198,7 @@ def _convert(
     heal: float | None = None,
     **further: Any,
 ) -> Converted:
-    """A conversion, and seconds of healing if there are some; ``further`` is of its request."""
+    """Convert a model and heal it for ``heal`` seconds, if not None; ``further`` are fields of the request."""
     with (
         on_disk(model, tokenizer, tokenized=settings.calibration != NO_CALIBRATION) as source,
         placed(out, f"{source.name}-{target.name}") as (place, temporary),
@@ -220,7 +220,7 @@ def _convert(
 
 
 def _first_source(model: Checkpoint) -> Checkpoint | str | None:
-    """Return the first source of a result, as far back as that can be read."""
+    """Return the original source of a result, as far back as it is known."""
     source = model.source
     while isinstance(source, Checkpoint) and source.source is not None:
         source = source.source

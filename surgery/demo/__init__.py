@@ -1,1 +1,1 @@
-"""A conversion on a model that is always there, and the proof that stock transformers loads it."""
+"""Demo: conversion of a shipped model, loaded and measured by stock transformers."""

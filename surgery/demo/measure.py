@@ -1,15 +1,15 @@
-"""Measures checkpoints with stock transformers, as the demo's proof: run by path in a process of its own.
+"""Measurement of checkpoints with stock transformers, for the demo; a script for a separate process.
 
-Nothing of this package can be imported here (the name is blocked), so whatever loads is loaded by transformers alone.
-Called as ``python -I demo_measure.py REQUEST.json``; prints one JSON object a checkpoint, in the order of the request.
-The definitions are those of surgery.eval: loss in nats per predicted token, the share of prompts whose five digits are
-all right, and bytes by which the live cache grows per decoded token.
+The import of this package is blocked here, so transformers alone loads the checkpoints. Usage:
+``python -I measure.py REQUEST.json``; prints one JSON object per checkpoint, in the order of the request. The metrics
+are those of surgery.eval: loss in nats per predicted token, the share of prompts with all five digits correct, and the
+growth of the live cache in bytes per decoded token.
 """
 
 import json
 import sys
 
-sys.modules["surgery"] = None  # an import of the package is an ImportError from here on
+sys.modules["surgery"] = None  # importing the package raises ImportError from here on
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -25,7 +25,7 @@ def logits_of(model, tokens):
 
 
 def loss(model, windows):
-    """Mean cross-entropy of all tokens but the first of each window [N, T]."""
+    """Compute the mean cross-entropy over windows [N, T], without the first token of each."""
     total = 0.0
     for batch in windows.split(BATCH):
         logits = logits_of(model, batch)[:, :-1].flatten(0, 1)
@@ -34,7 +34,7 @@ def loss(model, windows):
 
 
 def recall(model, prompts, answers):
-    """Share of prompts [N, T] whose every answer token (bool mask [N, T]) is the most likely one."""
+    """Compute the share of prompts [N, T] whose answer tokens (bool mask [N, T]) are all predicted greedily."""
     right = 0
     for batch, answer_mask in zip(prompts.split(BATCH), answers.split(BATCH), strict=True):
         guess = logits_of(model, batch)[:, :-1].argmax(-1)
@@ -43,7 +43,7 @@ def recall(model, prompts, answers):
 
 
 def kv_bytes_per_token(model, window):
-    """Growth of the cache that transformers makes by itself, over a few decoded tokens of a window [T]."""
+    """Measure the growth of transformers' default cache per decoded token of a window [T]."""
 
     def size(cache):
         return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
@@ -58,7 +58,7 @@ def kv_bytes_per_token(model, window):
 
 
 def completion(model, tokenizer, prompt, new_tokens):
-    """The greedy continuation of a prompt's tokens as text, without the prompt."""
+    """Generate the greedy continuation of a prompt's tokens, as text without the prompt."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -72,15 +72,15 @@ def completion(model, tokenizer, prompt, new_tokens):
 
 @torch.no_grad()
 def measure(path, tokens, prompt, new_tokens):
-    # In its own dtype first: that is what a cache is made of. Then in float32, where CPUs are fast and exact.
-    # The code next to the weights is what the conversion has just written.
+    # The cache is measured in the model's own dtype, the rest in float32, which is fast and exact on CPUs.
+    # Remote code is trusted: the conversion has just written it.
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, trust_remote_code=True)
     model = model.eval()
     module = type(model).__module__
     if not module.startswith(("transformers.models.", "transformers_modules.")):
         raise SystemExit(f"{path}: loads as {module}.{type(model).__name__}, neither of transformers nor of its folder")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=True)
-    # Token by token there is not work enough for two cores; waiting for each other would cost more than it brings.
+    # Decoding has too little work per token for several threads.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cached = kv_bytes_per_token(model, tokens["windows"][0])

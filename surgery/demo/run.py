@@ -1,4 +1,4 @@
-"""``surgery demo``: converts a model and lets stock transformers, in another process, compare the two."""
+"""``surgery demo``: converts a model, and compares source and result with stock transformers in another process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NEW_TOKENS = 48
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A model that can be shown, and what is done with it so that two cores take minutes.
+    """Model of the demo, with settings that take minutes on two cores.
 
     Attributes:
-        question: what is asked in the model's own template; none: for the key of the first recall prompt, as a model
-            that small writes little sense.
-        kv_ratio: share of the KV bytes to keep, if nothing else is asked for.
-        settings: of the conversion, where the defaults would take too long.
-        windows, prompts: held-out windows for the loss and recall prompts, each of ``length`` tokens.
+        kv_ratio: default share of the KV bytes to keep.
+        question: user message in the model's chat template; None prompts for the key of the first recall prompt, since
+            a model that small writes little sense.
+        settings: settings of the conversion, where the defaults would take too long.
+        windows, prompts: numbers of held-out windows for the loss, and of recall prompts, each of ``length`` tokens.
     """
 
     kv_ratio: float
@@ -42,7 +42,7 @@ class DemoModel:
 
 DEMO_MODELS = {
     BUILTIN: DemoModel(kv_ratio=0.25, settings={"held_out": 2}),
-    # 25 times larger: from a twelfth of the text.
+    # A model 25 times larger, converted from a twelfth of the text.
     SMOLLM2: DemoModel(
         kv_ratio=0.25,
         question="What is a cache, and what is it good for?",
@@ -58,11 +58,11 @@ class Measured:
     """Measurement of one checkpoint by stock transformers.
 
     Attributes:
-        model_class: the class it was loaded as.
+        model_class: class of the loaded model.
         kv_bytes_per_token: growth of the live cache, in the checkpoint's dtype.
         loss: nats per token on held-out text, in float32.
-        recall: share of planted five-digit keys found.
-        completion: what it answers, greedily.
+        recall: share of planted five-digit keys that are found.
+        completion: greedy answer to the prompt.
     """
 
     model_class: str
@@ -74,7 +74,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Demo:
-    """The demo's outcome: where the converted model is, what it was made of, what was asked, and both measured."""
+    """Result of the demo: path of the converted model, its source, the prompt, and the measurements of both."""
 
     path: Path
     model: str
@@ -96,14 +96,14 @@ def run_demo(
     overwrite: bool = False,
     as_json: bool = False,
 ) -> Demo:
-    """Converts a model into ``out``, measures both in a process without this package and prints the result.
+    """Convert a model to ``out``, measure source and result in a process without this package, and print the result.
 
     Args:
         model: a name in ``DEMO_MODELS``.
-        kv_ratio: by default the model's own.
+        kv_ratio: share of the KV bytes to keep; None for the default of the model.
 
     Raises:
-        SurgeryError: there is no such model, the conversion's, or the measuring process failed.
+        SurgeryError: the model is unknown, the conversion failed, or the measuring process failed.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.common.progress import Progress
@@ -133,11 +133,12 @@ def run_demo(
 
 
 def measure_with_stock_transformers(checkpoints: list[Path], demo_model: DemoModel) -> tuple[str, list[Measured]]:
-    """Return the question, and measurements of checkpoints of one tokenizer, the first's, in a program that does not
-    import this package.
+    """Measure checkpoints in a process that does not import this package; return the prompt and the measurements.
+
+    All checkpoints are measured with the tokenizer of the first one.
 
     Raises:
-        SurgeryError: the process failed, with its last line.
+        SurgeryError: the process failed; the message has the last line of its output.
     """
     from safetensors.torch import save_file
 
@@ -165,7 +166,7 @@ def measure_with_stock_transformers(checkpoints: list[Path], demo_model: DemoMod
 
 
 def held_out_tokens(tokenizer, demo_model: DemoModel) -> dict:
-    """Windows of the shipped held-out text and recall prompts in it, the same on every machine."""
+    """Build windows and recall prompts from the shipped held-out text, equal on every machine."""
     from surgery.eval.recall import recall_prompts
     from surgery.eval.sequences import random_windows, tokenize
 
@@ -179,7 +180,7 @@ def held_out_tokens(tokenizer, demo_model: DemoModel) -> dict:
 
 
 def question(tokenizer, text: str) -> tuple[str, list[int], int]:
-    """A question to show, its tokens as the model wants to read it, and how many to write after them."""
+    """Return a question for display, its tokens in the chat template, and the number of tokens to generate."""
     from surgery.running.chat_templates import ChatTemplate
 
     messages = [{"role": "user", "content": text}]
@@ -198,7 +199,7 @@ def first_key(tokenizer, held_out: dict) -> tuple[str, list[int], int]:
 
 
 def _run_measuring(request: Path) -> list[str]:
-    # -I: neither the working folder, nor this package's, nor PYTHONPATH is searched for modules.
+    # -I: no modules from the working directory, this package's folder or PYTHONPATH.
     command = [sys.executable, "-I", str(Path(__file__).with_name("measure.py")), str(request)]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(command, capture_output=True, encoding="utf-8", env=offline, check=False)

@@ -1,1 +1,1 @@
-"""Recovery training: the order of events around the training itself."""
+"""Recovery training of converted checkpoints: orchestration around `surgery.training`."""

@@ -1,7 +1,7 @@
-"""``surgery convert --heal``: a conversion and the healing of its result, as one command that leaves one checkpoint.
+"""``surgery convert --heal``: a conversion and the healing of its result in one command, with one output checkpoint.
 
-The conversion lies in ``<out>.healing``, where the training works too, until the healed checkpoint has its name.
-Interrupted in either, the same command resumes.
+The converted checkpoint and the training's files are in ``<out>.healing`` until the healed checkpoint is moved to
+``out``. After an interruption the same command resumes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ TRAINING: dict[str, Any] = {
     "eval_every": None,
     "max_tokens": None,
 }
-"""Settings of the training that differ from those of ``surgery heal``.
+"""Training settings that differ from the defaults of ``surgery heal``.
 
-In minutes the number of steps decides, and text alone wins back the loss before the recall: the demo model as low rank
-at an eighth, healed for 125 s, finds 73% of planted keys with the default objective and share of recall, 88% with these
-(docs/healing.md). A step of one row that asks for keys has many times the loss of others and is no spike.
-Settled on the demo model; not tried on a larger one.
+In training of minutes the number of steps matters most, and plain text recovers the loss before the recall: the demo
+model as low rank at KV ratio 1/8, healed for 125 s, finds 73% of planted keys with the default objective and share of
+recall, 88% with these settings (docs/healing.md). A step of one row with recall questions has many times the usual
+loss, so spikes are not checked. Tuned on the demo model; not tried on a larger one.
 """
 
 
@@ -62,18 +62,18 @@ def convert_and_heal(
     measure: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Converts, and trains the result.
+    """Convert a model and heal the result.
 
     Args:
-        request: as of :func:`surgery.structures.converter.convert`.
+        request: see :func:`surgery.structures.converter.convert`.
         budget: ``max_seconds`` or ``max_steps`` of the training, without loading and measuring.
-        measure: as of :class:`surgery.healing.heal.HealRequest`.
+        measure: see :class:`surgery.healing.heal.HealRequest`.
 
     Returns:
-        The healed checkpoint. Layers of its report are plain values.
+        The healed checkpoint. The layers in its report are JSON values.
 
     Raises:
-        SurgeryError: as by a conversion or a healing. What a healing would refuse is refused before the conversion.
+        SurgeryError: errors of a conversion or a healing; invalid healing settings are found before the conversion.
     """
     if "WORLD_SIZE" in os.environ:
         raise SurgeryError(
@@ -101,10 +101,10 @@ def convert_and_heal(
 
 
 def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[ConversionPlan, HealingPlan | None]:
-    """Plans `convert_and_heal`; the healing of a vision-language model cannot be told before it is converted.
+    """Plan `convert_and_heal` without running it; the healing of a vision-language model has no plan before conversion.
 
     Raises:
-        SurgeryError: what either would refuse.
+        SurgeryError: the conversion or the healing is impossible.
     """
     healing = _healing(request, _place(request), budget, None)
     with TemporaryFolder("outline") as folder:
@@ -128,7 +128,7 @@ def _healing(
     budget: Mapping[str, float],
     measure: Mapping[str, Any] | None,
 ) -> HealRequest:
-    """The healing that follows, but for its student."""
+    """Build the request of the healing, with an empty student."""
     settings = request.settings
     text = settings.calibration
     is_own_text = text not in (BUILTIN, NO_CALIBRATION) and "=" not in text
@@ -146,7 +146,7 @@ def _healing(
 
 
 def _check_healable(request: ConversionRequest, healing: HealRequest, outline: Path) -> None:
-    """Refuses what a healing would refuse of the result, by a checkpoint of its shapes.
+    """Check that the result can be healed, with an outline: a checkpoint with its config and shapes only.
 
     Raises:
         SurgeryError: the result could not be healed.

@@ -1,4 +1,4 @@
-"""Dry run of ``surgery heal``, from shapes alone."""
+"""Dry run of ``surgery heal``, from the models' shapes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from surgery.training.preparation import COMPUTED, PRECISIONS
 
 @dataclass(frozen=True)
 class HealingPlan:
-    """Dry run of a healing, as plain values.
+    """Dry run of a healing, as JSON values.
 
     Attributes:
-        settings: of the training.
-        estimate: bytes of a device, steps and operations (`surgery.training.estimate.Estimate`).
-        disk: bytes of the result, of the run's checkpoints, and what is free.
-        work: operations, the speed of this machine and the estimated seconds, as of a conversion; None where a launcher
-            names other machines or only time ends the run.
+        settings: settings of the training.
+        estimate: device memory, steps and FLOPs (`surgery.training.estimate.Estimate`).
+        disk: bytes of the result, of the training checkpoints, and free bytes.
+        work: FLOPs, FLOP/s of this machine and estimated seconds, as in a conversion's dry run; None if a launcher may
+            use other machines or only time limits the run.
     """
 
     student: str
@@ -43,7 +43,7 @@ class HealingPlan:
 
 
 def plan_healing(request: HealRequest) -> HealingPlan:
-    """Plans `heal_checkpoint` with the same request, from the models' configs: nothing is trained or written.
+    """Plan `heal_checkpoint` for a request from the models' configs, without training or writing.
 
     Raises:
         SurgeryError: the request is impossible.
@@ -57,7 +57,7 @@ def plan_healing(request: HealRequest) -> HealingPlan:
     settings = training_settings(request, student, out)
     processes = count_processes(request.processes, request.launcher)
     device = torch.device("cuda" if settings.on_gpu() else "cpu")
-    if settings.dtype == "auto":  # as the training will find it, if it runs here
+    if settings.dtype == "auto":  # resolved like the training does, if it runs on this machine
         can = device.type == "cuda" and torch.cuda.is_bf16_supported()
         settings = replace(settings, dtype="bf16" if can else "fp32")
     configs = [
@@ -68,12 +68,12 @@ def plan_healing(request: HealRequest) -> HealingPlan:
     rate = None
     if request.launcher is None:
         one = measure_speed(device, COMPUTED[PRECISIONS[settings.dtype]])["flops_per_second"]
-        rate = one * (processes if device.type == "cuda" else 1)  # processes of one CPU share it
+        rate = one * (processes if device.type == "cuda" else 1)  # processes share the CPU
     seconds = seconds_of(costs.total_flops, rate)
     if settings.max_seconds is not None:
         seconds = min(settings.max_seconds, seconds or settings.max_seconds)
     weights = sum(student.info(name).nbytes for name in student.names())
-    # Weights that train and two moments, in fp32; a new checkpoint is written before the oldest goes.
+    # Trainable weights and two moments in fp32; a new checkpoint is written before the oldest is removed.
     checkpoints = (settings.keep_last + 1) * 12 * costs.parameters["trained"]
     return HealingPlan(
         settings.student,

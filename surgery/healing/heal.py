@@ -1,8 +1,8 @@
 """``surgery heal``: recovery training of a converted checkpoint, verified and measured.
 
-The training itself is `surgery.training.heal`, which any accelerate configuration launches; here are the settings and
-the command for it, and what comes after: the trained checkpoint is run through its caches as a conversion's result is,
-measured next to its source and what it was before, and gets its name once its report says so.
+The training is `surgery.training.heal`, launched as a subprocess with any accelerate config. This module prepares its
+settings and command. Afterwards it verifies the trained checkpoint like a conversion's result, measures it next to its
+source and student, and moves it to ``out`` with its report.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from surgery.verification.written import Verification
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
 CONVERTED = "converted"
-"""Folder of the student in the work folder, where the conversion is a part of the command."""
+"""Folder of the student in the work folder, under ``surgery convert --heal``."""
 EVALUATION = "evaluation"
 
 
@@ -67,15 +67,16 @@ class HealRequest:
     """Request for a healing.
 
     Attributes:
-        student: the converted checkpoint.
-        out: folder to write; the student's name with "-healed" after it by default.
+        student: converted checkpoint.
+        out: output folder; by default the student's name with the suffix "-healed".
         config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
-        overrides: settings by name that win over the file's.
-        processes: to start; None for the ``launcher``'s number, or for one without it.
-        launcher: accelerate configuration file (`surgery.healing.launchers.find_launcher`).
-        measure: evaluation settings by name for the source, the student and the healed checkpoint; None measures none.
-        restart: begin from scratch where an interrupted healing could go on.
-        command: as it was called, for the report.
+        overrides: settings by name that override the file's.
+        processes: number of processes; None for the ``launcher``'s number, or 1 without a launcher.
+        launcher: accelerate config file (`surgery.healing.launchers.find_launcher`).
+        measure: evaluation settings by name for the source, the student and the healed checkpoint; None skips the
+            evaluation.
+        restart: start from scratch instead of resuming an interrupted healing.
+        command: the user's command line, for the report.
     """
 
     student: str
@@ -92,10 +93,10 @@ class HealRequest:
 
 @dataclass(frozen=True)
 class Healed:
-    """A healed checkpoint, and the ``healing`` of its report.
+    """A healed checkpoint, and the ``healing`` section of its report.
 
-    Its "table" is source, conversion and result, of stages before too ("earlier"), and "gap_closed" is over all of it;
-    "quality" is what this stage was measured as. ``teacher`` is where it learnt from, if it had one.
+    The section's "table" has rows for source, conversion and result, with those of earlier healing stages ("earlier");
+    "gap_closed" covers all stages, and "quality" holds the measurements of this stage. ``teacher`` is None without one.
     """
 
     path: Path
@@ -104,17 +105,17 @@ class Healed:
 
 
 def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> Healed:
-    """Trains, verifies, measures and writes. An interrupted training goes on with the same request.
+    """Train, verify, measure and write a checkpoint. The same request resumes an interrupted healing.
 
-    What the training needs lies in ``<out>.healing`` until it is done.
+    The training's files are in ``<out>.healing`` until the healing is finished.
 
     Raises:
-        SurgeryError: the request is impossible, another healing is at work on the output, the training failed, or what
-            it made does not pass verification.
+        SurgeryError: the request is impossible, another process heals into the same output, the training failed, or
+            its result does not pass verification.
     """
     progress = progress or Progress(silent=True)
     student = open_source(request.student)
-    _earlier(student.path)  # damaged records are refused before the training
+    _earlier(student.path)  # damaged records raise before the training
     request = with_teacher(request, student, progress)
     out = request.out or default_output(request.student, "healed")
     check_output(student.source, out)
@@ -186,16 +187,14 @@ def _healed(
 
 
 def work_folder_of(out: Path) -> WorkFolder:
-    """Return the folder in which a healing works until its result has its name."""
+    """Return the work folder of a healing: ``<out>.healing``."""
     work = out.with_name(f"{out.name}.healing")
     return WorkFolder(work, lambda: _owned(work), (TRAINED, f"{TRAINED}.run"))
 
 
 def _owned(work: Path) -> IsOwned:
-    """Owns what a healing writes in its work folder: settings, the training's output and run, the measurements.
-
-    And the conversion, where that is a part of the command.
-    """
+    """Match the files that a healing writes to its work folder: settings, the training's output and run folder, the
+    evaluation, and the converted checkpoint of ``surgery convert --heal``."""
     folders = {f"{TRAINED}.run": matching(RUN_FILES), EVALUATION: matching(STORE_FILES)}
     for name in (TRAINED, CONVERTED):
         if (work / name).is_dir():
@@ -206,12 +205,12 @@ def _owned(work: Path) -> IsOwned:
 
 
 def with_teacher(request: HealRequest, student: CheckpointReader, progress: Progress) -> HealRequest:
-    """Return the request with the student's recorded source as its teacher, where it names none.
+    """Return the request with the student's recorded source as teacher, unless teacher, logits or objective are set.
 
-    An objective of one's own may do without; the default one would turn into another without a word.
+    A custom objective may need no teacher; the default objective would silently become cross-entropy without one.
 
     Raises:
-        SurgeryError: the source is not to be found.
+        SurgeryError: the source cannot be found.
     """
     values = {**(read_mapping(request.config) if request.config else {}), **request.overrides}
     if any(values.get(name) for name in LEARNED_FROM):
@@ -230,14 +229,15 @@ PLACES = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overw
 def training_settings(
     request: HealRequest, student: CheckpointReader, work: Path, out: Path | None = None
 ) -> HealSettings:
-    """The settings of the training that a request asks for.
+    """Build the training settings of a request.
 
     Args:
-        work: for what only the training needs.
-        out: the healed checkpoint's folder: what a tracker writes stays next to it. None for ``work``.
+        work: work folder for the training's files.
+        out: folder of the healed checkpoint, next to which the tracker's files stay; None for ``work``.
 
     Raises:
-        SurgeryError: a setting is unknown or impossible, or the student's cache has a basis of each prompt's own.
+        SurgeryError: a setting is unknown or impossible, or the student's cache computes a basis per prompt, which has
+            no weights to train.
     """
     read = read_mapping(request.config) if request.config else {}
     settings = HealSettings.from_mapping({**read, **request.overrides}, str(request.config or "heal"))
@@ -265,10 +265,10 @@ def _teacher(settings: HealSettings) -> str | None:
 def healed_already(request: HealRequest) -> bool:
     """Return whether the output exists, healed from the same student and teacher with the same settings.
 
-    A setting that was not known when it was made counts as its default; one that was removed since does not count.
+    Settings that are newer than the output count as their defaults; settings that were removed since are ignored.
 
     Raises:
-        SurgeryError: there is something else.
+        SurgeryError: the output exists with another student, teacher or settings.
     """
     out = request.out or default_output(request.student, "healed")
     if not out.exists():
@@ -292,7 +292,7 @@ def healed_already(request: HealRequest) -> bool:
 
 
 def _but_places(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those that only say where things lie."""
+    """Return the settings without paths and `overwrite`."""
     return {name: value for name, value in settings.items() if name not in PLACES}
 
 
@@ -306,7 +306,6 @@ def _train(
         config.write_text(yaml.safe_dump(plain(settings.to_dict()), sort_keys=False), encoding="utf-8")
     command = launch_command(config, request.processes, request.launcher)
     progress.note(f"training: {shlex.join(command)}")
-    # The package may be imported from where it lies, not only where it is installed.
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
     if not settings.on_gpu():
         environment = keeps_freed_memory(environment)
@@ -316,7 +315,7 @@ def _train(
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:
-    """Return whether a training with these settings was finished before, and only the steps after it are missing."""
+    """Return whether the work folder has a finished training with these settings."""
     try:
         facts = json.loads((work / TRAINED / FACTS).read_text(encoding="utf-8"))
         recorded, processes = dict(facts["settings"]), facts["processes"]
@@ -329,7 +328,7 @@ def _trained_already(work: Path, settings: HealSettings) -> bool:
 def _quality(
     request: HealRequest, settings: HealSettings, trained: Path, work: Path, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Loss and recall of the source (where there is one), the student and the healed checkpoint."""
+    """Measure loss and recall of the source (if there is a teacher), the student and the healed checkpoint."""
     if request.measure is None:
         return []
     rows = {"converted": settings.student, "healed": str(trained)}
@@ -356,7 +355,7 @@ def _quality(
 
 
 def _earlier(folder: Path) -> list[dict[str, Any]]:
-    """Healings that made a student, whose records lie in a folder, each without those before it.
+    """Return the records of earlier healing stages from a student's folder, as a flat list.
 
     Raises:
         SurgeryError: a record is damaged.
@@ -367,12 +366,12 @@ def _earlier(folder: Path) -> list[dict[str, Any]]:
         before = read_json(path)
         with reading(path):
             check_healing(before)
-            before.pop("files", None)  # the record of that folder
+            before.pop("files", None)  # of that folder only
     return [{**stage, "earlier": []} for stage in stages(before)] if before else []
 
 
 def _write_report(folder: Path, healing: dict[str, Any], verification: Verification, name: str) -> None:
-    """Puts the healing into the conversion's report and card; without a report it gets a file of its own."""
+    """Add the healing to the conversion's report and model card; without a report, write it to a separate file."""
     conversion = read_report(folder)
     if conversion is None:
         record = {**healing, "files": inventory(folder, [HEALING])}
@@ -388,5 +387,5 @@ def _write_report(folder: Path, healing: dict[str, Any], verification: Verificat
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings as they are when read back from a file."""
+    """Return settings after a JSON round trip."""
     return json.loads(json.dumps(values))

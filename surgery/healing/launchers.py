@@ -1,6 +1,6 @@
-"""Start of a training: alone, as several processes of this machine, or by an accelerate configuration.
+"""Launch of a training: one process, several processes on this machine, or an accelerate config.
 
-Configurations that ship are called by their names: ``fsdp2`` is ``configs/accelerate/fsdp2.yaml``.
+Shipped configs have names: ``fsdp2`` is ``configs/accelerate/fsdp2.yaml``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SHARDED = ("FSDP", "DEEPSPEED")
 
 
 def find_launcher(name: str | Path) -> Path:
-    """The file of a configuration: a path, or the name of one that ships.
+    """Resolve an accelerate config: a path, or the name of a shipped one.
 
     Raises:
-        SurgeryError: there is neither, or it cannot be read.
+        SurgeryError: there is no such file or name, or the file cannot be read.
     """
     path = Path(name).expanduser()
     if not path.is_file():
@@ -37,26 +37,26 @@ def find_launcher(name: str | Path) -> Path:
 
 
 def check_processes(processes: object) -> None:
-    """Raises SurgeryError unless it is None or a number of processes."""
+    """Raise SurgeryError if the number of processes is neither None nor a positive integer."""
     whole = isinstance(processes, int) and not isinstance(processes, bool)
     if processes is not None and not (whole and processes >= 1):
         raise SurgeryError(f"processes must be a whole number of at least 1, not {processes!r}")
 
 
 def count_processes(processes: int | None, launcher: Path | None) -> int:
-    """Return the number of processes: the user's, else the configuration's, else one."""
+    """Return the number of processes: the user's, else the accelerate config's, else 1."""
     if processes is not None:
         return processes
     return 1 if launcher is None else int(read_mapping(launcher).get("num_processes") or 1)
 
 
 def is_sharded(launcher: Path | None) -> bool:
-    """Return whether a configuration has weights that train in parts on its processes."""
+    """Return whether an accelerate config shards the trainable weights over processes."""
     return launcher is not None and read_mapping(launcher).get("distributed_type") in SHARDED
 
 
 def launch_command(config: Path, processes: int | None, launcher: Path | None) -> list[str]:
-    """The command that trains with the settings in ``config``; ``processes`` win over the launcher's own number."""
+    """Build the training command for the settings file ``config``; ``processes`` overrides the launcher's number."""
     module = ["-m", "surgery.training.heal", "--config", str(config)]
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     if launcher is not None:
@@ -69,10 +69,10 @@ def launch_command(config: Path, processes: int | None, launcher: Path | None) -
 
 
 def run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
-    """Runs a command and gives its exit code; where this process is interrupted, the command gets time to save.
+    """Run a command and return its exit code; on an interruption the command gets time to save.
 
-    It has a process group of its own, launchers' children with it: all are asked to stop at once, whoever was
-    interrupted, and a second interruption ends them. Where SIGKILL ends this process, they stop by themselves.
+    The command and its children have their own process group. An interruption sends SIGTERM to the group, a second one
+    SIGKILL. If this process is killed by SIGKILL, the training stops by itself.
     """
     environment = environment | {STARTED_BY: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -90,10 +90,10 @@ def run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
 
 
 def keeps_freed_memory(environment: dict[str, str]) -> dict[str, str]:
-    """An environment in which glibc keeps what was freed, in pages of megabytes; tunables that are there win.
+    """Return an environment in which glibc keeps freed memory, in huge pages; existing GLIBC_TUNABLES take precedence.
 
-    By default it hands every large tensor back to the kernel, which clears 4 KiB after 4 KiB for the next one:
-    a quarter of the processor time of a training on the CPU.
+    By default glibc returns every large tensor to the kernel, which zeroes 4 KiB pages for the next one: a quarter of
+    the CPU time of a training on the CPU.
     """
     values = {"hugetlb": 1, "mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**28}
     tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in values.items())
@@ -101,7 +101,7 @@ def keeps_freed_memory(environment: dict[str, str]) -> dict[str, str]:
 
 
 def outside(environment: dict[str, str]) -> dict[str, str]:
-    """An environment without what makes a process one of several, where this one is: a new training is not."""
+    """Return an environment without the variables of a distributed launcher, for a separate training."""
     if "WORLD_SIZE" not in environment:
         return dict(environment)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")
@@ -111,7 +111,7 @@ def outside(environment: dict[str, str]) -> dict[str, str]:
 
 
 def ended(code: int) -> str:
-    """Describe in words how a process ended; an exit code below zero is the signal that ended it."""
+    """Describe the end of a process; a negative exit code is minus the signal that killed it."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

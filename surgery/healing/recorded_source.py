@@ -1,4 +1,4 @@
-"""The checkpoint that another was made from, found again by what its report says: a name and a hash of the weights."""
+"""Lookup of a converted checkpoint's source by the name and hash in its report."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from surgery.reporting.report import read_report
 
 
 def find_source(converted: CheckpointReader) -> Path:
-    """The source of a converted checkpoint: the one that was converted first, or the nearest to it that is here.
+    """Find the source of a converted checkpoint: the original model, or the closest available stage after it.
 
-    Reports hold names, not places. Looked at are folders and GGUF files of that name next to the checkpoint and in the
-    working folder, and the models that can be called by a name; what is taken has the recorded hash.
+    Reports hold names, not paths. The search covers folders and GGUF files of that name next to the checkpoint and in
+    the working directory, named models, and the recorded hub revision. The recorded hash must match.
 
     Raises:
-        SurgeryError: there is no report, or no such source here.
+        SurgeryError: there is no report, or no source with the recorded hash.
     """
     sources = [report["source"] for report in _reports(converted.path)]
     if not sources:
@@ -38,7 +38,7 @@ def find_source(converted: CheckpointReader) -> Path:
 
 
 def _reports(folder: Path) -> Iterator[dict[str, Any]]:
-    """The report of a checkpoint, then that of its source, and so on to the first conversion."""
+    """Yield the report of a checkpoint, then that of its source, and so on to the first conversion."""
     report = read_report(folder)
     while report:
         yield report
@@ -46,15 +46,15 @@ def _reports(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _places(converted: Path, source: dict[str, Any]) -> Iterator[Path]:
-    """Yield the paths at which a source of that name may be; only existing ones, or one on the hub."""
+    """Yield existing paths of a source's name, and its download from the hub."""
     name, shipped = source["path"], demo_model()
     candidates = [converted.absolute().parent / name, Path(name).absolute()]
     candidates += [shipped] if name in (BUILTIN, shipped.name) else []
     if name.endswith(".gguf") or name == SMOLLM2:
-        with suppress(SurgeryError):  # where it is not installed
+        with suppress(SurgeryError):  # it is not installed
             candidates.append(smollm2())
     if "hub" in source:
-        with suppress(SurgeryError):  # where it is not reachable
+        with suppress(SurgeryError):  # the hub is not reachable
             candidates.append(download(source["hub"], revision=source["revision"], allow_pickle=False))
     for place in dict.fromkeys(candidates):
         if place.exists() and place.resolve() != converted.resolve():

@@ -1,4 +1,4 @@
-"""A healed checkpoint is held to what its conversion was held to: same form, same bytes, and caches that compute."""
+"""Verification of a healed checkpoint: the student's tensors and config, KV bytes, and decoding through the caches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from surgery.verification.written import Verification
 def verify_healed(
     healed: CheckpointReader, student: CheckpointReader, settings: HealSettings, progress: Progress
 ) -> Verification:
-    """Runs a healed checkpoint layer by layer, through its caches and without.
+    """Run a healed checkpoint layer by layer, with and without its caches.
 
     Raises:
-        SurgeryError: it has other tensors or another config than the student, does not decode what one pass computes,
-            or its caches hold other bytes.
+        SurgeryError: tensors or config differ from the student's, decoding differs from one forward pass, or the caches
+            hold other bytes than predicted.
     """
     _check_form(healed, student)
     view = unfused(healed)
@@ -27,7 +27,7 @@ def verify_healed(
 
 
 def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:
-    """Raises SurgeryError where the healed checkpoint is not of the student's form: stock must stay stock."""
+    """Raise SurgeryError if tensor names, shapes, dtypes or the class in the config differ from the student's."""
     shapes = [
         {name: (reader.info(name).shape, reader.info(name).dtype) for name in reader.names()}
         for reader in (healed, student)

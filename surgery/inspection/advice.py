@@ -1,9 +1,9 @@
-"""Advice before any text was read: the conversion of the best quality, the smallest, one for each engine.
+"""Recommended conversions before any calibration: the best quality, the smallest cache, and one for each engine.
 
-Bytes and engines are those of this checkpoint. What loses least is not: options have their ranks from SmolLM2-135M
-(docs/results.md), where a quarter of the bytes cost 0.0002 nats in low rank with chosen bits, 0.0118 as a plain 4-bit
-cache (a third), 0.2522 in low rank alone and more in MLA and fewer heads, which healing wins back.
-``surgery plan`` measures the checkpoint itself.
+KV bytes and engine support are computed for this checkpoint. The ranking by quality is not: it is that of SmolLM2-135M
+(docs/results.md). At a quarter of the bytes its loss increased by 0.0002 nats in low rank with chosen bits and by
+0.2522 in low rank alone; a plain 4-bit cache (a third of the bytes) increased it by 0.0118. MLA and fewer heads lost
+more, which healing recovers. ``surgery plan`` measures the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ SELF = "transformers"
 
 
 def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of :func:`surgery.inspection.targets.forecast_targets` to take.
+    """Choose the recommended rows of :func:`surgery.inspection.targets.forecast_targets`.
 
     Args:
-        smallest: rows that stand in no table, of a smaller budget.
+        smallest: additional rows with smaller budgets (:func:`surgery.inspection.targets.smallest_targets`).
 
     Returns:
-        "quality" and "smallest", rows, and "engines", rows by the engine that ran such a checkpoint or whose own check
-        takes it; nothing where nothing applies. What has a caution is left out.
+        "quality" and "smallest": a row each; "engines": a row for each engine that loads one, by test or by its own
+        check. Empty if no target applies. Rows with a caution are left out, except from ``smallest``.
     """
     can = [row for row in targets if row["applies"] and not row["caution"]]
     if not can:
         return {}
     order = places()
     least = [*can, *(row for row in smallest if row["applies"])]
-    # What engines read as it is stands before what has to be rebuilt at every step, in the order of the targets.
+    # In the order of the targets, caches that engines read directly precede those that are rebuilt at every step.
     names = [row["to"] for row in can]
     engines = {}
     for name in can[0]["engines"]:
@@ -41,7 +41,7 @@ def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]
             engines[name] = min(taking, key=lambda row: (names.index(row["to"]), name not in row["command"]))
     return {
         "quality": min(can, key=lambda row: order.get(row["command"], len(order))),
-        # At the longest context: there a window that is kept whole weighs little.
+        # At the longest context, where a full-precision window matters little.
         "smallest": min(least, key=lambda row: list(row["kv_ratio_at"].values())[-1]),
         "engines": engines,
     }

@@ -1,4 +1,4 @@
-"""Architecture around the attention of any model, for `surgery inspect`."""
+"""Facts of a model's architecture, for `surgery inspect`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from surgery.checkpoint.reader import CheckpointReader
 
 
 def model_facts(reader: CheckpointReader, config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Plain values; ``dtype`` is the attention's. A copy of tied embeddings counts once among the parameters."""
+    """Return facts of the architecture as JSON values; tied embeddings count once among the parameters.
+
+    Args:
+        dtype: dtype of the attention weights.
+    """
     rope, tied = getattr(config, "rope_parameters", None) or {}, bool(config.tie_word_embeddings)
     infos = [reader.info(name) for name in reader.names() if not (tied and name == "lm_head.weight")]
     return {

@@ -1,8 +1,11 @@
-"""``surgery verify``: what a conversion checked when it wrote a checkpoint, checked again, at any time and place.
+"""``surgery verify``: the checks of a conversion, repeated on a checkpoint at any time and on any machine.
 
-The files are those that were written, every number is finite, the classes that load it take its tensors, decoding
-through its caches is what one pass computes, the caches hold the bytes that the report states, a few logits are those
-on record, and the whole model, if it fits in memory, computes the same however a prompt is cut and padded.
+- files: they have the hashes in the report.
+- numbers: all weights are finite.
+- caches: every layer loads, and decoding through its cache equals one forward pass.
+- KV bytes: the caches hold the bytes that the report states.
+- logits: a few logits equal those in the report.
+- whole model, if it fits in memory: logits do not depend on how a prompt is split or padded.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, T
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 SHOWN = 5
-"""Files that a failed check names."""
+"""Number of files that a failed check names."""
 _SOURCE_FILES = {
     "templates": "templates of the source",
     "code": "code of the source",
@@ -44,7 +47,7 @@ _SOURCE_FILES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check: its name, outcome and details."""
 
     name: str
     outcome: str
@@ -53,11 +56,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Checked:
-    """All checks of a checkpoint.
+    """Results of all checks of a checkpoint.
 
     Attributes:
         unlisted: kinds of the files that the report does not list, by name.
-        source_files: names of the source's files that were taken over or left out, as the report has them.
+        source_files: names of the source's files that were copied or left out, as in the report.
     """
 
     path: str
@@ -72,21 +75,21 @@ class Checked:
 
 
 class _NotChecked(Exception):
-    """Reason for which something could not be checked."""
+    """Reason why a check could not run."""
 
 
 def verify_checkpoint(
     source: str | Path, *, device: str = "auto", seed: int = 0, progress: Progress | None = None
 ) -> Checked:
-    """Checks a checkpoint; faults are found, not raised.
+    """Run all checks on a checkpoint; failures are reported, not raised.
 
     Args:
-        source: a folder or a hub id, converted or not.
-        device: where layers run.
-        seed: of the random tokens that are run.
+        source: folder or hub id of a checkpoint, converted or not.
+        device: device on which layers run.
+        seed: seed of the random tokens.
 
     Raises:
-        SurgeryError: there is no checkpoint, or none whose files fit together.
+        SurgeryError: there is no checkpoint, or its files are inconsistent.
     """
     progress = progress or Progress(silent=True)
     reader = open_model(source)

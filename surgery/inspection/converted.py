@@ -1,4 +1,4 @@
-"""Inspection of a checkpoint that caches latents already: of the custom model class, or MLA."""
+"""Inspection of converted checkpoints: the custom model class, and MLA."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MODEL_TYPES = (MODEL_TYPE, *LATENT_FAMILIES)
 
 
 def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict[str, Any]:
-    """Arguments of an :class:`surgery.inspection.inspect.Inspection`.
+    """Return the arguments of an :class:`surgery.inspection.inspect.Inspection`.
 
     Raises:
-        SurgeryError: the config is impossible.
+        SurgeryError: the config is damaged or incomplete.
     """
     config, dtype = load_config(reader.path), attention_dtype(reader)
     own = config if config.model_type == MODEL_TYPE else None
@@ -74,7 +74,7 @@ def _architecture(reader: CheckpointReader, config: Any, kinds: list[str], dtype
 
 
 def _kind(entry: LayerEntry, config: Any) -> str:
-    """A layer's structure in words."""
+    """Describe a layer's structure in words."""
     if entry.kind is None and caches_latents(config):
         return f"latent of {config.kv_lora_rank} and {config.qk_rope_head_dim} rotary dimensions"
     if isinstance(entry, LatentEntry):

@@ -1,4 +1,4 @@
-"""``surgery inspect``: a checkpoint's attention, its KV bytes and what it can become."""
+"""``surgery inspect``: a checkpoint's attention, KV bytes and possible conversions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CONTEXTS = (8_192, 32_768, 131_072)
 
 @dataclass(frozen=True)
 class Inspection:
-    """Facts of a checkpoint; plain values only.
+    """Facts of a checkpoint, as JSON values.
 
     Attributes:
-        name: the folder's name.
-        architecture: facts of the attention and the model around it.
-        windows: of every layer with keys and values, tokens; None: all.
-        kv: bytes per token, and of one sequence by its length, in the checkpoint's dtype.
-        targets: what it can be converted to, in which class and why, at how many bytes, and which engines load that.
-        advice: which of them to take, :func:`surgery.inspection.advice.advice`; empty where there is no choice.
+        name: name of the folder.
+        architecture: facts of the attention and of the whole model.
+        windows: sliding window in tokens of every layer with keys and values; None for full attention.
+        kv: KV bytes per token, and of one sequence by its length, in the checkpoint's dtype.
+        targets: possible conversions: model class and reasons, KV bytes, and the engines that load the result.
+        advice: recommended targets, :func:`surgery.inspection.advice.advice`; empty if none applies.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Inspection:
 
 
 def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Inspection:
-    """Inspect a checkpoint; attention that is not supported is among the reasons why a target does not apply.
+    """Inspect a checkpoint; unsupported attention is reported as the reason why a target does not apply.
 
     Raises:
-        SurgeryError: it cannot be read, or its family is not supported.
+        SurgeryError: the checkpoint cannot be read, or its model family is not supported.
     """
     reader = open_model(source, allow_pickle=allow_pickle)
     if reader.config.get("model_type") in MODEL_TYPES:
@@ -67,9 +67,13 @@ def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Ins
 
 
 def kv_bytes(opened: Source, layers: int) -> dict:
-    """KV bytes in the checkpoint's dtype: per token, over all ``layers`` that cache, and by the sequence's length."""
+    """Compute KV bytes in the checkpoint's dtype: per token, per token and layer, and by sequence length.
+
+    Args:
+        layers: number of layers that cache keys and values.
+    """
     bytes_at = kv_bytes_of(opened.reader.config, _attention_dtype(opened))
-    whole = bytes_at(1)  # the first token lies in every window
+    whole = bytes_at(1)  # sliding windows hold the first token, too
     at = dict(zip(CONTEXTS, map(bytes_at, CONTEXTS), strict=True))
     return {"bytes_per_token": whole, "bytes_per_token_and_layer": whole // layers, "bytes_at": at}
 

@@ -1,4 +1,4 @@
-"""Possible targets of a checkpoint: the forecast of each, with the class, the bytes and the engines."""
+"""Possible conversion targets of a checkpoint, with model class, KV bytes and engines of the result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COMMAND = "surgery convert "
 
 
 def smallest_targets(opened: Source) -> list[dict[str, Any]]:
-    """Targets at the least that can be recommended at all, as :func:`forecast_targets` has them."""
+    """Forecast the targets' smallest recommended sizes, which :func:`forecast_targets` leaves out."""
     return [_row(opened, target, option) for target, option in _options() if not option.listed]
 
 
 def forecast_targets(opened: Source) -> list[dict[str, Any]]:
-    """Every target, those of installed packages among them."""
+    """Forecast every target, including those of installed plugins."""
     rows: list[dict[str, Any]] = []
     for target, option in _options():
         if not option.listed:
@@ -31,13 +31,13 @@ def forecast_targets(opened: Source) -> list[dict[str, Any]]:
         if option.optional and not row["applies"]:
             continue
         if option.flags and not row["applies"] and rows and rows[-1]["reasons"] == row["reasons"]:
-            continue  # what stands in the way of the default
+            continue  # refused for the same reason as the option before it
         rows.append(row)
     return rows
 
 
 def places() -> dict[str, int]:
-    """Commands from what lost least, those whose structure says so."""
+    """Return the ranks of options by loss increase (the smallest first), by their command; without unranked options."""
     return {_command(target, option): option.place for target, option in _options() if option.place is not None}
 
 

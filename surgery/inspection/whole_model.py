@@ -1,4 +1,4 @@
-"""A whole model as transformers loads it: the same logits in one pass, in pieces through its cache, and in a batch."""
+"""Check of a whole model in transformers: equal logits in one pass, in pieces through its cache, and in a batch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from surgery.verification.written import QUANTIZED_TOLERANCE
 
 LENGTH, PIECES, PADDING = 48, (20, 20, 8), 5
 TOLERANCE = 1e-3
-"""Tolerance of logits, as a share of their spread, in float32."""
+"""Tolerance of logits in float32, relative to their standard deviation."""
 
 
 @torch.no_grad()
 def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed: int) -> str:
-    """Check that the model's logits depend on neither the pieces of a prompt nor other rows; return what was equal.
+    """Check that logits do not depend on how a prompt is split, or on other rows; return a summary of the comparisons.
 
-    Scales and bases are of groups of tokens: where a group begins hangs on padding, and a pass over them is not the one
-    that makes them.
+    Caches with scales or bases of token groups are not left-padded, which would shift the groups. Caches that quantize
+    groups of tokens are not read in pieces either: the pass that completes a group computes another function.
 
     Raises:
-        SurgeryError: transformers does not load it, or logits depend on how the prompt is cut, or on other rows.
+        SurgeryError: transformers does not load the model, or logits depend on splits or on other rows.
     """
     model = whole_model(reader.model_folder(), dtype=torch.float32).to(opened.stream.device)
     generator = torch.Generator().manual_seed(seed)
@@ -54,7 +54,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     rows = torch.cat([torch.cat([ids.new_zeros(1, padding), ids], dim=1), torch.cat([ids, ids[:, :padding]], dim=1)])
     mask = torch.ones_like(rows)
     mask[0, :padding] = 0
-    positions = (mask.cumsum(1) - 1).clamp_min(0)  # as `generate` counts them
+    positions = (mask.cumsum(1) - 1).clamp_min(0)  # like `generate`
     beside = model(rows, attention_mask=mask, position_ids=positions).logits[:1, -LENGTH:]
     compare(beside, "of a row next to another")
     ways = [] if quantized else ["layer by layer", "in pieces"]

@@ -1,1 +1,1 @@
-"""Chooses a conversion for a budget: what could be done is simulated on held-out text, side by side."""
+"""Planning: choice of a conversion for a budget, by simulating candidates side by side on held-out text."""

@@ -1,4 +1,4 @@
-"""Candidates of every structure, sized so that their bytes fit the shares that are weighed."""
+"""Candidate conversions of every structure, sized to shares of the source's KV bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.registry import TARGETS, Target
 
 TOLERANCE = 0.02
-"""How far below a share bytes may stay, relatively, before a larger result is looked for."""
+"""Relative gap below the target share within which the search for a size stops."""
 ATTEMPTS = 5
 LEAST_RATIO = 0.01
 SMALL_RATIOS = (LEAST_RATIO, 0.02, 0.04, 0.08)
@@ -30,13 +30,15 @@ SMALL_RATIOS = (LEAST_RATIO, 0.02, 0.04, 0.08)
 
 @dataclass(frozen=True)
 class Sized:
-    """A conversion that could be asked for, its budget spent.
+    """Candidate conversion with its size.
 
     Attributes:
-        asked: of its settings, those that are not the plan's own.
-        kv_bytes: of all sequences at the plan's context.
-        engines: what each says of the result.
-        engine, status: None, as it is no format of an engine's own.
+        asked: settings of the conversion in addition to the plan's.
+        settings: all settings of the conversion.
+        config: config.json of the result.
+        kv_bytes: KV bytes of all sequences at the plan's context.
+        engines: each engine's verdict on the result.
+        engine, status: always None; see :class:`surgery.planning.weighed.Weighed`.
     """
 
     target: Target
@@ -50,16 +52,16 @@ class Sized:
 
     @property
     def name(self) -> str:
-        """Name, as an option of ``surgery convert``."""
+        """Name: the options of ``surgery convert``."""
         return _named(self.target, self.asked)
 
     @property
     def to(self) -> str:
-        """The target's name."""
+        """Name of the target."""
         return self.target.name
 
     def command(self, called: str) -> str:
-        """Command line that converts the source ``called`` so."""
+        """Return the command line of the conversion; ``called`` names the source in it."""
         return f"surgery convert {called} {self.name}"
 
     def leaves(self, layer: int) -> bool:
@@ -67,26 +69,29 @@ class Sized:
         return layer in self.structure.opened.fixed
 
     def group(self, layer: int) -> range:
-        """The layers that only run together with this one."""
+        """Return the layers that must run together with this one."""
         return self.structure.group(layer)
 
     def attention(self, work: ConversionContext, layer: int) -> nn.Module:
-        """A simulation of a layer's attention, as it becomes."""
+        """Return the simulated attention of a converted layer."""
         return self.structure.closed_form(work, layer)
 
     def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
-        """Carry [N, T, D], in place, through layers that only run together."""
+        """Run hidden states [N, T, D], in place, through layers that must run together."""
         return self.structure.pass_group(work, group, hidden)
 
 
 class Candidates:
-    """Sizes what could be asked for.
+    """Generator of sized candidates.
 
     Args:
         opened: the source.
-        work: with the statistics of all layers, and no held-out text, so that no budget is spent by trying; None for
-            a dry run, which deals nothing out by layer.
-        refused: filled with what the source or the engine does not take, and why.
+        work: context with the statistics of all layers and without held-out text, so that budgets are split over layers
+            without measurements; None for a dry run, which does not split budgets.
+
+    Attributes:
+        refused: reasons of refused candidates, by name.
+        source_bytes: KV bytes of the source at the plan's context and batch.
     """
 
     def __init__(self, opened: Source, work: ConversionContext | None, settings: PlanSettings):
@@ -96,10 +101,10 @@ class Candidates:
         self.source_bytes = held_bytes(opened.reader.config, opened, settings)
 
     def at(self, shares: Sequence[float]) -> Iterator[Sized]:
-        """Every candidate: those whose size can be chosen once for each share of the source's bytes."""
-        configs = []  # two ways of asking may come to one result
+        """Yield all candidates: scalable ones for each share of the source's bytes, others once."""
+        configs = []  # different settings may give the same result
         for target, overrides, candidate in self._allowed():
-            sizes = set()  # a structure may have no more to spend a larger share on
+            sizes = set()  # a structure may be unable to use a larger share
             for share in shares if candidate.scales else (None,):
                 sized = self.sized(target, overrides, share)
                 if sized and sized.kv_bytes not in sizes and sized.config not in configs:
@@ -108,7 +113,7 @@ class Candidates:
                     yield sized
 
     def smallest(self) -> list[Sized]:
-        """Return the candidates whose size can be chosen, each at the smallest of a few ratios that it takes."""
+        """Return the scalable candidates, each at the smallest of `SMALL_RATIOS` that it takes."""
         results = []
         for target, overrides in [
             (target, overrides) for target, overrides, candidate in self._allowed() if candidate.scales
@@ -118,17 +123,18 @@ class Candidates:
         return results
 
     def _allowed(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
-        """Yield the candidates to weigh, with the settings that go with them."""
+        """Yield the allowed candidates with their settings."""
         for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
             yield target, {**candidate.settings, **self._own_of(target)}, candidate
 
     def sized(
         self, target: Target, overrides: dict[str, Any], share: float | None, *, record: bool = True
     ) -> Sized | None:
-        """The candidate with at most that share of the source's bytes, its own if None; None where it is refused.
+        """Size a candidate to at most a share of the source's bytes; return None if it is refused.
 
         Args:
-            record: whether :attr:`refused` is to have it.
+            share: None for the candidate's own size.
+            record: whether to record the reason of a refusal in :attr:`refused`.
         """
         try:
             result = self._made(target, overrides) if share is None else self._fitting(target, overrides, share)
@@ -137,7 +143,7 @@ class Candidates:
             if self._work is None:
                 return result
             result.structure.plan(self._work)
-            # The ranks that a plan settles decide the bytes of first tokens.
+            # The ranks are final only after `plan`; they decide the bytes of first tokens.
             config = result.structure.forecast().config
             return replace(result, config=config, kv_bytes=held_bytes(config, self._opened, self._settings))
         except SurgeryError as error:
@@ -146,7 +152,7 @@ class Candidates:
             return None
 
     def _fitting(self, target: Target, overrides: dict[str, Any], share: float) -> Sized | None:
-        """The largest found that keeps to a share."""
+        """Search for the largest size within a share."""
         ratio, best, before = share, None, None
         for _ in range(ATTEMPTS):
             try:
@@ -154,13 +160,13 @@ class Candidates:
             except SurgeryError:
                 if best is None:
                     raise
-                break  # what fits is there, if nothing closer is
+                break
             ratio_of_source = sized.kv_bytes / self.source_bytes
             if ratio_of_source <= share and (best is None or sized.kv_bytes > best.kv_bytes):
                 best = sized
             if (1 - TOLERANCE) * share <= ratio_of_source <= share:
                 break
-            # Bytes grow with the ratio along a line, which full-precision tokens keep from passing through zero.
+            # Bytes are affine in the ratio: full-precision tokens add a constant.
             slope = (
                 ratio_of_source / ratio
                 if before is None or before[0] == ratio
@@ -182,8 +188,8 @@ class Candidates:
         return Sized(target, overrides, structure.settings, structure, config, num_bytes, engines)
 
     def _own_of(self, target: Target) -> dict[str, Any]:
-        """Return the plan's settings that only some structures take: the engine, whose limits hold, and the heads, with
-        the context at which their bytes are counted."""
+        """Return the plan's settings that this target takes: the engine, and the heads with the context at which bytes
+        are counted."""
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
         values = {"engine": self._settings.engine, **heads}
         return {name: value for name, value in values.items() if value and hasattr(target.settings_class, name)}
@@ -192,24 +198,24 @@ class Candidates:
 def structure_of(
     target: Target, overrides: Mapping[str, Any], opened: Source, settings: PlanSettings, progress: Progress
 ) -> Structure:
-    """The structure that converts a source by a plan's settings and a candidate's own.
+    """Create the structure that converts a source with a plan's settings and a candidate's ``overrides``.
 
     Raises:
-        SurgeryError: the source cannot be converted so.
+        SurgeryError: the source does not support the conversion.
     """
     own = target.settings({**settings.common(), **overrides})
     return target.structure().for_source(opened.reader.config, own)(opened, own, progress)
 
 
 def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterator[tuple[Target, Candidate]]:
-    """Yield the candidates of every target that may be chosen, for the source of this config.json."""
-    if settings.engine == TENSORRT_LLM:  # what it loads of conversions is not known
+    """Yield the candidates of every target that the plan allows, for the source's config.json."""
+    if settings.engine == TENSORRT_LLM:  # its support of converted checkpoints is unknown
         return
     for target in TARGETS.working().values():
         if target.fixed or not settings.allows(target.name):
             continue
         candidates = named_candidates(target, config)
-        # A structure that is nothing without bits has them in its name.
+        # A structure whose candidates all have bits is allowed by its name alone.
         coded = settings.allows(BITS) or all("bits" in each.settings for each in candidates)
         for candidate in candidates:
             if coded or "bits" not in candidate.settings:
@@ -217,7 +223,7 @@ def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterat
 
 
 def named_candidates(target: Target, config: dict[str, Any]) -> list[Candidate]:
-    """Return the candidates of a target; none where it needs heads and the source of this config.json is MLA."""
+    """Return a target's candidates for the source's config.json; empty if it needs KV heads and the source is MLA."""
     structure = target.structure()
     if config["model_type"] in LATENT_FAMILIES and not structure.takes_latents:
         return []
@@ -225,7 +231,7 @@ def named_candidates(target: Target, config: dict[str, Any]) -> list[Candidate]:
 
 
 def held_bytes(config: dict[str, Any], opened: Source, settings: PlanSettings) -> int:
-    """Bytes that the caches of all sequences hold at the plan's context."""
+    """Compute the KV bytes of all sequences at the plan's context."""
     return kv_bytes_of(config, opened.weight_dtype)(settings.tokens, settings.batch)
 
 

@@ -1,4 +1,4 @@
-"""``surgery plan --dry-run``: what a plan would try, from shapes; no forward pass is run and nothing is written."""
+"""``surgery plan --dry-run``: the candidates of a plan, from shapes, without forward passes or output."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from surgery.structures.dry_run import measure_speed, requested_tokens
 from surgery.structures.estimates import Demand, Workload
 
 ON_ALL = 0.5
-"""Share of the candidates' passes over held-out text that is not saved by leaving out those far behind; coarse."""
+"""Rough share of the candidates' passes over held-out text that remains after those far behind are dropped."""
 
 
 @dataclass(frozen=True)
 class PlanForecast:
-    """Dry run of a plan, as plain values.
+    """Dry run of a plan, as JSON values.
 
     Attributes:
-        source: its name, and the bytes of its cache at the plan's context and batch.
-        kv_ratio: share of these bytes that may be kept; None where the loss is limited.
-        candidates: ``name``, ``kv_bytes`` and ``kv_ratio`` of those of the first round, by bytes. Later rounds try the
-            near ones at sizes around the budget.
-        refused: what the source, or the engine, does not take, and why.
-        work: floating point operations, the measured speed, and the coarse time in seconds.
+        source: its name, and its KV bytes at the plan's context and batch.
+        kv_ratio: budget as a share of these bytes; None if the budget is a loss.
+        candidates: ``name``, ``kv_bytes`` and ``kv_ratio`` of the candidates of the first round, the largest first.
+            Later rounds try the best ones at sizes around the budget.
+        refused: reasons of refused candidates, by name.
+        work: FLOPs, measured FLOP/s, and estimated seconds.
     """
 
     source: dict[str, Any]
@@ -51,11 +51,11 @@ def forecast_plan(
 ) -> PlanForecast:
     """List the candidates of a plan and estimate its time.
 
-    The time is that of passes over the texts at the speed of one matrix product, as a conversion's dry run has it:
-    within a factor of two or three.
+    The time assumes that forward passes run at the speed of one matrix product, as in a conversion's dry run. It is
+    accurate within a factor of two or three.
 
     Raises:
-        SurgeryError: the source cannot be read or converted, or it fits the memory already.
+        SurgeryError: the source cannot be read or converted, or its cache fits the memory already.
     """
     called = called or str(source)
     reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)

@@ -1,7 +1,7 @@
-"""The cache formats that an engine has without a conversion, as candidates of a plan.
+"""An engine's own cache formats, which need no conversion, as candidates of a plan.
 
-The source runs with its keys and values as :mod:`surgery.eval.variants` stores them, on the texts on which conversions
-are measured. All formats here are written before they are read, so one pass over a text is what decoding computes.
+:mod:`surgery.eval.variants` simulates the formats: the source runs with quantized keys and values on the same texts as
+conversions. These formats quantize tokens before attention reads them, so one forward pass equals decoding.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ EXACT = Exact()
 
 @dataclass(frozen=True)
 class EngineFormat:
-    """A cache format of the plan's engine, for the source as it is.
+    """Cache format of the plan's engine, for the unconverted source.
 
     Attributes:
-        serve: command of the engine's server, without flags of the cache.
-        layers: an empty cache layer of each of the model's; those with a window stay in full precision.
-        skipped: other layers that the user has the engine leave in full precision.
+        serve: command of the engine's server, without cache flags.
+        layers: an empty cache layer for each layer; sliding-window layers stay in full precision.
+        skipped: other layers that a flag of the engine leaves in full precision.
     """
 
     engine: str
@@ -58,7 +58,7 @@ class EngineFormat:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Nothing: there is no conversion."""
+        """Empty: there is no conversion."""
         return {}
 
     @property
@@ -68,28 +68,28 @@ class EngineFormat:
 
     @property
     def engines(self) -> dict[str, dict]:
-        """Nothing: it is the format of one."""
+        """Empty: the format belongs to one engine."""
         return {}
 
     @property
     def status(self) -> str:
-        """Kind of check that the arithmetic has passed."""
+        """Kind of check that the simulated arithmetic has passed."""
         return self.format.status
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name, unique among the candidates."""
         skipped = f", layers {' '.join(map(str, self.skipped))} exact" if self.skipped else ""
         return f"{self.engine}: {self.format.name}{skipped}"
 
     @cached_property
     def kv_bytes(self) -> float:
-        """Bytes of all sequences at the plan's context."""
+        """KV bytes of all sequences at the plan's context."""
         one = bytes_of(self.layers, self.opened.config, self.opened.weight_dtype)
         return self.settings.batch * one(self.settings.tokens)
 
     def command(self, called: str) -> str:
-        """Command line that serves the source so."""
+        """Return the command line that serves the source with this format."""
         skipped = [*map(str, self.skipped)]
         if len(self.full_attention) < len(self.layers):
             skipped.insert(0, "sliding_window")
@@ -102,36 +102,36 @@ class EngineFormat:
 
     @property
     def full_attention(self) -> list[int]:
-        """Layers without a window."""
+        """Indices of the layers without a sliding window."""
         return [layer for layer in self.all_layers if not self._has_window(layer)]
 
     def _has_window(self, layer: int) -> bool:
         return self.layers[layer].is_sliding
 
     def group(self, layer: int) -> range:
-        """The layer alone."""
+        """Return the layer alone: layers run separately."""
         return range(layer, layer + 1)
 
     def attention(self, work: ConversionContext, layer: int) -> nn.Module:
-        """The source's attention over the engine's cache."""
+        """Return the source's attention over the engine's cache format."""
         return CodedAttention(source_anatomy(self.opened, layer), self.layers[layer])
 
     def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
-        """Raise: no layers are grouped."""
+        """Raise NotImplementedError: layers are not grouped."""
         raise NotImplementedError
 
     def skipping(self, layers: Sequence[int]) -> EngineFormat:
-        """The same format with these layers in full precision."""
+        """Return the format with these layers in full precision."""
         layers = sorted(layer for layer in layers if not self._has_window(layer))
         caches = [CodedLayer(EXACT, EXACT) if index in layers else layer for index, layer in enumerate(self.layers)]
         return replace(self, layers=tuple(caches), skipped=tuple(layers))
 
     def filled(self, budget: float, order: Sequence[int]) -> EngineFormat | None:
-        """Leave as many layers in full precision as a budget has room for; None where there is none.
+        """Return the format with as many layers in full precision as fit a budget; None if not even one fits.
 
         Args:
-            budget: bytes.
-            order: layers, the one that is worth it most first.
+            budget: KV bytes.
+            order: layers, the most sensitive first.
         """
         best = None
         for count in range(1, len(order)):
@@ -143,11 +143,11 @@ class EngineFormat:
 
 
 class CodedAttention(nn.Module):
-    """Attention over keys and values of an engine's format; prompts only.
+    """Attention over keys and values in an engine's cache format; prefill only.
 
     Args:
-        anatomy: of full attention.
-        cache: an empty layer, whose tokens are written before they are read.
+        anatomy: anatomy of the layer's full attention.
+        cache: an empty cache layer of the format.
     """
 
     def __init__(self, anatomy: AttentionAnatomy, cache: CodedLayer):
@@ -161,11 +161,11 @@ class CodedAttention(nn.Module):
 
 
 def engine_formats(opened: Source, settings: PlanSettings, called: str, refused: dict[str, str]) -> list[EngineFormat]:
-    """Formats of the plan's engine for a source.
+    """Return the cache formats of the plan's engine that the source supports.
 
     Args:
-        called: the source, in commands.
-        refused: gets the formats that are not weighed, each with the reason.
+        called: name of the source in commands.
+        refused: dict to which reasons of refused formats are added.
     """
     if settings.engine is None or not settings.allows(ENGINE):
         return []
@@ -187,7 +187,7 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
                 pairs = zip(FORMATS[each.keys](opened.config), FORMATS[each.values](opened.config), strict=True)
                 coded = [CodedLayer(keys.key_coder, values.value_coder) for keys, values in pairs]
                 layers = tuple(beside_windows(coded, windows))
-                bytes_of(layers, opened.config, opened.weight_dtype)(1)  # refuses heads that the format cannot hold
+                bytes_of(layers, opened.config, opened.weight_dtype)(1)  # raises for unsupported head dims
             candidates.append(EngineFormat(settings.engine, each, serve, opened, settings, layers))
         except SurgeryError as error:
             refused[f"{settings.engine}: {each.name}"] = str(error)
@@ -195,10 +195,10 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
 
 
 def _server(opened: Source, engine: str, called: str) -> str:
-    """Command of the engine's server for the source.
+    """Return the command of the engine's server for the source.
 
     Raises:
-        SurgeryError: the engine does not load it, or it caches latents.
+        SurgeryError: the engine does not load the source, or the source caches latents.
     """
     config = opened.reader.config
     if config["model_type"] in LATENT_FAMILIES:

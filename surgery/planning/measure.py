@@ -1,4 +1,4 @@
-"""Carries candidates through the model side by side on held-out text, and scores them."""
+"""Simulation of candidates side by side on held-out text, and their scores."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from surgery.planning.weighed import Weighed
 from surgery.structures.context import ConversionContext
 
 LEVEL = 0.8
-"""Share of other texts' losses that the interval of a prediction should hold."""
+"""Confidence level of the interval of a predicted loss increase on other text."""
 OTHER_TEXT = 0.25
-"""Relative error of a loss on text of another kind, next to the spread by text: what it took on the demo
-model for such intervals (docs/research/planning.md)."""
+"""Relative error of a loss increase on text of another kind, in addition to the spread over texts; calibrated on the
+demo model (docs/research/planning.md)."""
 
 
 @dataclass(frozen=True)
 class Increase:
-    """Nats per token over the source's, and within what they should be on other text; None of a single text."""
+    """Loss increase over the source in nats per token, with its interval on other text; low and high are None for a
+    single text."""
 
     mean: float
     low: float | None
@@ -35,8 +36,8 @@ class Increase:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Increase:
-        """Estimate the increase from the differences by text: Student's t (a bootstrap of so few is too narrow) and
-        `OTHER_TEXT`."""
+        """Estimate the increase from differences by text, with Student's t (bootstrap intervals of so few texts are too
+        narrow) and `OTHER_TEXT`."""
         mean, count = fmean(differences), len(differences)
         if count == 1:
             return cls(mean, None, None)
@@ -45,7 +46,9 @@ class Increase:
 
 
 def student_t(freedom: int, level: float = LEVEL) -> float:
-    """Half the width of Student's interval, in standard errors, to 0.2% at 80% and three degrees of freedom.
+    """Compute the half-width of Student's confidence interval in standard errors.
+
+    The relative error is 0.2% at level 0.8 and three degrees of freedom.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -65,13 +68,13 @@ class Scored:
     """Held-out measurement of a model.
 
     Attributes:
-        losses: of each text, nats per token.
-        answers: nats per token of the answers in recall prompts; None without prompts. A recall of so few prompts moves
-            in leaps, this does not.
-        recall: share of the prompts that are answered right; None without prompts.
-        divergence: from the source, nats per token: half the mean square of what tokens' losses changed by, which is
-            the Kullback-Leibler divergence to second order where the source's own probabilities are true. A hundred
-            times less noise is in it than in the mean change, which has either sign.
+        losses: loss of each text in nats per token.
+        answers: loss on the answers of recall prompts in nats per token; None without prompts. Smoother than the recall
+            of so few prompts.
+        recall: share of correctly answered prompts; None without prompts.
+        divergence: divergence from the source in nats per token: half the mean squared change of token losses. This is
+            the KL divergence to second order if the source's probabilities are the true ones. It has a hundred times
+            less noise than the mean change, whose terms have both signs.
     """
 
     losses: list[float]
@@ -80,7 +83,7 @@ class Scored:
     divergence: float = 0.0
 
     def with_more(self, other: Scored) -> Scored:
-        """Return the measurement on these texts and on others with as many prompts a text."""
+        """Merge with the measurement on other texts, which have as many prompts per text."""
         texts, others = len(self.losses), len(other.losses)
 
         def mean(own: float | None, more: float | None) -> float | None:
@@ -90,7 +93,7 @@ class Scored:
         return Scored([*self.losses, *other.losses], answers, recall, mean(self.divergence, other.divergence))
 
     def beyond(self, source: Scored) -> Increase:
-        """The loss increase."""
+        """Return the loss increase over the source."""
         return Increase.of([own - other for own, other in zip(self.losses, source.losses, strict=True)])
 
 
@@ -104,17 +107,17 @@ class Carried:
 
 @torch.no_grad()
 def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: HeldOut) -> Carried:
-    """Carry the source and candidates through the layers side by side; resumes what a killed plan had carried.
+    """Run the source and candidates through the layers side by side, and score them; resumes after an interruption.
 
-    Layers that stay unchanged run once for all whose hidden states are still the source's.
+    Unchanged layers run once for all candidates with the same hidden states.
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
-    rows = [None, *candidates]  # the source first
+    rows = [None, *candidates]  # None is the source
     loop = _loop(candidates, held_out)
     state = work.snapshots.last(loop, Scored) or {}
     scored = state.get("scored")
     if scored is None:
-        # Of every row the place of its hidden states: one for all that are alike so far.
+        # `places` maps rows to keys of `states`; rows with equal hidden states share one.
         places, states = state.get("places", [0] * len(rows)), state.get("states") or {0: stream.embed(held_out.tokens)}
         with work.progress.phase(f"try {len(candidates)} candidates", opened.layers) as advance:
             first = state.get("layer", 0)
@@ -137,7 +140,7 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
                                 attention = rows[number].attention(work, index)
                         if len(group) == 1:
                             hidden = stream.run_layer(layer, hidden, batch, attention)
-                        elif index == group.start:  # through all of it at once
+                        elif index == group.start:  # runs all layers of the group
                             hidden = rows[number].pass_group(work, group, hidden)
                         following[apart.index((number, place))] = hidden
                 places, states = [apart.index(way) for way in ways], following
@@ -153,19 +156,19 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
 
 
 def _loop(candidates: Sequence[Weighed], held_out: HeldOut) -> str:
-    """The name of this carrying among snapshots."""
+    """Return the snapshot name of a simulation, a hash of candidates and text."""
     names = json.dumps([each.name for each in candidates]).encode()
     return f"carry-{sha256(names + as_bytes(held_out.tokens.contiguous()).numpy().tobytes()).hexdigest()[:16]}"
 
 
 def _token_losses(work: ConversionContext, held_out: HeldOut, hidden: Tensor) -> Tensor:
-    """Return the token losses of the texts [N, T - 1], from final hidden states [N, T, D]."""
+    """Compute the token losses [texts, T - 1] from final hidden states [N, T, D] of texts and prompts."""
     texts = held_out.texts
     return work.opened.stream.token_losses(hidden[:texts], held_out.tokens[:texts]).view(texts, -1)
 
 
 def _score(work: ConversionContext, held_out: HeldOut, hidden: Tensor, losses: Tensor, source: Tensor) -> Scored:
-    """Score final hidden states [N, T, D] and the token losses of the model and of the source."""
+    """Build the scores from final hidden states [N, T, D] and the token losses of model and source."""
     recall, answers = held_out.answered(work.opened.stream, hidden)
     divergence = float((losses - source).square().mean()) / 2
     return Scored(losses.mean(1).tolist(), answers, recall, divergence)

@@ -1,4 +1,4 @@
-"""The plan as a picture: what each candidate loses by the bytes that it keeps."""
+"""Plot of a plan: loss increase of each candidate against its KV bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
 LEAST = 1e-4
-"""Nats per token below which a loss is drawn as this: noise, or none."""
+"""Lower bound of plotted loss increases in nats per token; smaller ones are noise."""
 
 
 def draw(plan: Plan) -> Figure:
-    """Loss against KV bytes, a line for each structure; both axes in logarithms."""
+    """Draw loss increase against KV bytes, with a line for each structure; both axes are logarithmic."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator, ScalarFormatter
@@ -54,10 +54,10 @@ def draw(plan: Plan) -> Figure:
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Draws it into a file (png, svg, pdf).
+    """Save the plot to a file (png, svg, pdf).
 
     Raises:
-        SurgeryError: it cannot be written.
+        SurgeryError: the file cannot be written.
     """
     save_figure(draw(plan), path)
 
@@ -66,4 +66,4 @@ def _kind(row) -> str:
     if row.engine:
         return f"{row.engine}'s own"
     bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
-    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # else all have some
+    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # named unless always quantized

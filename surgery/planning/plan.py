@@ -1,7 +1,7 @@
-"""``surgery plan``: from a budget to the conversion that loses least within it.
+"""``surgery plan``: choice of the conversion with the least loss within a budget.
 
-Statistics are taken once. Every structure's candidates are sized so that their bytes at the context that was asked for
-keep to the budget and to the budgets around it, and are simulated on held-out text; the choice is among them.
+Calibration statistics are gathered once. The candidates of every structure are sized to the budget, and to budgets
+around it, at the requested context. They are simulated on held-out text, and the best one is chosen.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from surgery.version import __version__
 
 DEFAULT_SHARE = 0.25
 STEPS = 3
-"""Of every plan: texts, statistics, candidates."""
+"""Steps of a plan: texts, statistics, candidates."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan for a budget, as plain values.
+    """Plan for a budget, as JSON values.
 
     Attributes:
-        budget: bytes, share of the source's, context and batch; or the most loss that is allowed.
-        source: what was planned for; its ``sha256`` None where nothing was kept next to a file.
-        rows: what was measured, by bytes; ``choice`` the place of the one to take.
-        refused: what the source, or the engine, does not take, and why.
+        source: facts of the source; ``sha256`` is None without an output file.
+        budget: KV bytes, share of the source's, context and batch; or the largest allowed loss increase.
+        rows: measured candidates, by bytes; ``choice`` is the index of the chosen one.
+        refused: reasons of refused candidates, by name.
     """
 
     source: dict[str, Any]
@@ -63,19 +63,18 @@ class Plan:
 
     @property
     def chosen(self) -> Row:
-        """Conversion to take."""
+        """Chosen candidate."""
         return self.rows[self.choice]
 
     @property
     def alike(self) -> int:
-        """Number of rows within the bytes that the texts cannot tell from the one of the lowest cost; 0 for a limit on
-        the loss."""
+        """Number of rows within the budget whose cost is not significantly above the lowest; 0 for a loss budget."""
         share = self.budget["kv_ratio"]
         return 0 if share is None else len(alike(self.rows, share))
 
     @property
     def own_format(self) -> Row | None:
-        """Best of the engine's own formats, which need no conversion."""
+        """Best of the engine's own cache formats, which need no conversion; None if none meets the budget."""
         own = [row for row in self.rows if row.engine]
         try:
             return own[choose(own, self.budget["kv_ratio"], self.budget["max_loss"])] if own else None
@@ -84,7 +83,7 @@ class Plan:
 
     @property
     def next_best(self) -> Row | None:
-        """Row that would be chosen without the best one's structure and bits."""
+        """Best row with another structure or other bits than the chosen one; None if none meets the budget."""
         choice, share = self.chosen, self.budget["kv_ratio"]
         others = [row for row in self.rows if (row.to, row.asked.get("bits")) != (choice.to, choice.asked.get("bits"))]
         try:
@@ -106,16 +105,15 @@ def make_plan(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
-    """Finds the conversion of least loss within a budget, or of fewest bytes within a loss.
+    """Find the conversion with the least loss within a byte budget, or with the fewest bytes within a loss budget.
 
     Args:
-        called: the source, in commands; None for its place.
+        called: name of the source in commands; None for its path.
         allow_pickle: read pickled weights if there are no others.
-        out: the plan's file to be; next to it, in ``<out>.statistics.partial``, lies what a plan that was killed goes
-            on
-            from: statistics, and candidates on their way through the layers. None keeps nothing.
-        restart: begin from scratch where such a plan could go on.
-        progress: bars; silent if None.
+        out: path of the plan file. Next to it, ``<out>.statistics.partial`` holds the statistics and the simulation's
+            state, from which an interrupted plan resumes. None writes nothing.
+        restart: start from scratch instead of resuming an interrupted plan.
+        progress: progress bars; silent if None.
 
     Raises:
         SurgeryError: the source cannot be read or converted, or nothing meets the budget.
@@ -163,17 +161,17 @@ def _weighed(
     share: float | None,
     called: str,
 ) -> Rounds:
-    """Measures candidates at the share of the source's bytes and around it, or until a loss is met.
+    """Measure candidates at the share of the source's bytes and around it, or until a loss budget is met.
 
     Raises:
-        SurgeryError: there are none.
+        SurgeryError: there are no candidates.
     """
     own = engine_formats(work.opened, settings, called, candidates.refused)
     entries = [*first_round(candidates, share), *own]
     if not entries:
         raise SurgeryError(_nothing(candidates.refused))
     if share is not None and min(each.kv_bytes for each in entries) > share * candidates.source_bytes:
-        entries += candidates.smallest()  # the nearest that can be had, and its price
+        entries += candidates.smallest()  # for the error message, which names the nearest one and its loss
 
     def to_rows(weighed: Sequence[Weighed], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, called)
@@ -190,10 +188,10 @@ def _weighed(
 
 
 def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: float) -> list[EngineFormat]:
-    """Formats that are not far behind, with as many layers in full precision as a share has room for.
+    """Return the engine's formats that are not far behind, with as many layers in full precision as fit a share.
 
-    The layers whose own quantized cache moves predictions most come first. They are measured by the first of the
-    formats, one by one, with all others in full precision.
+    Layers come in the order of the divergence that their quantized cache alone causes. It is measured with the first
+    format, layer by layer, with all other layers in full precision.
     """
     behind = far_behind(rounds.rows())
     near = [each for place, each in enumerate(rounds.weighed) if place not in behind and isinstance(each, EngineFormat)]
@@ -218,10 +216,12 @@ def opened_work(
     *,
     restart: bool = False,
 ) -> Iterator[ConversionContext]:
-    """Statistics of all layers, for every structure, and nothing to try splits of a budget on.
+    """Yield a context with the statistics of all layers for every structure, and without held-out text.
+
+    Without held-out text, structures split budgets over layers from statistics alone.
 
     Args:
-        out, restart: as of :func:`make_plan`.
+        out, restart: see :func:`make_plan`.
     """
     snapshots = Snapshots()
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
@@ -246,10 +246,10 @@ def opened_work(
 
 
 def budget_share(settings: PlanSettings, opened: Source) -> float | None:
-    """The share of the source's bytes that may be kept; None where the loss is what is limited.
+    """Return the budget as a share of the source's KV bytes; None if the budget is a loss.
 
     Raises:
-        SurgeryError: the source itself fits in the memory.
+        SurgeryError: the source's own cache fits in the memory.
     """
     if settings.max_loss is not None:
         return None
@@ -265,14 +265,13 @@ def budget_share(settings: PlanSettings, opened: Source) -> float | None:
 
 
 def _statistics(opened: Source, settings: PlanSettings) -> tuple[BasisOf | None, list[int]]:
-    """The first basis for lags that a candidate asks for, and how many first tokens the candidates' statistics leave
-    out."""
+    """Return the first candidate's basis for lags, and the numbers of first tokens that statistics leave out."""
     basis_of, first_tokens = None, {0}
     for target, candidate in allowed_candidates(opened.reader.config, settings):
         try:
             structure = structure_of(target, candidate.settings, opened, settings, Progress(silent=True))
         except SurgeryError:
-            continue  # refused, with its reason, when its candidates are sized
+            continue  # the reason is recorded when the candidate is sized
         basis_of = basis_of or structure.lag_basis
         first_tokens.add(structure.first_tokens)
     return basis_of, sorted(first_tokens)

@@ -1,4 +1,4 @@
-"""The file that ``surgery plan`` writes and ``surgery convert --plan`` reads. Needs no torch."""
+"""Plan files, which ``surgery plan`` writes and ``surgery convert --plan`` reads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ OF_TEXT = (
     "seed",
     "weights_dtype",
 )
-"""Settings that decide what statistics are taken on, which the conversion takes over."""
+"""Settings of the calibration text, which the conversion takes from the plan."""
 
 
 @dataclass(frozen=True)
 class PlannedConversion:
-    """Conversion that a plan file describes.
+    """Conversion described by a plan file.
 
     Attributes:
-        predicted: what the plan expects of it, for the report.
+        predicted: the plan's predictions (loss increase, recall, KV bytes), for the report.
     """
 
     target: Target
@@ -45,7 +45,7 @@ class PlannedConversion:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Writes the choice as YAML, whole or not at all. Raises SurgeryError where it cannot be written."""
+    """Write the plan's choice as YAML atomically. Raises SurgeryError if the file cannot be written."""
     row, budget = plan.chosen, plan.budget
     predicted = {
         "loss_increase": row.loss_increase,
@@ -68,10 +68,10 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> PlannedConversion:
-    """Reads what was written.
+    """Read a plan file.
 
     Raises:
-        SurgeryError: it is no plan, or chooses what needs no conversion.
+        SurgeryError: the file is not a plan, or its choice needs no conversion.
     """
     entries = read_mapping(path)
     if "serve" in entries:

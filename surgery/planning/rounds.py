@@ -1,7 +1,7 @@
-"""Measures candidates in rounds, so that text is spent where it decides something.
+"""Measurement of candidates in rounds, which spends most of the held-out text on the best ones.
 
-All of them are measured on a quarter of it; those that are not far behind one that is no larger on another quarter; and
-those between which the choice lies on the other half.
+All candidates are measured on the first quarter of the text, those that are not far behind (`rows.far_behind`) on the
+second quarter, and the contenders for the choice on the other half.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from surgery.planning.rows import Row, contenders, far_behind
 from surgery.planning.weighed import Weighed
 
 Scores = list[tuple[Scored, Scored]]
-"""Scores of candidates, each next to the source's on the same texts."""
+"""Scores of candidates, each paired with the source's on the same texts."""
 
 
 class Rounds:
-    """Candidates and what became of them.
+    """Candidates and their scores over all rounds.
 
     Args:
         held_out: text and prompts of all rounds.
-        measure: candidates on a part of it.
-        rows_of: rows of candidates and their scores, in the order given.
-        share: of the source's bytes, that may be kept; None where a loss is the limit.
+        measure: measures candidates on a part of ``held_out``.
+        rows_of: builds rows from candidates and their scores, in order.
+        share: budget as a share of the source's bytes; None for a loss budget.
+
+    Attributes:
+        weighed: all candidates in the order of their addition.
+        scores: their scores, in the same order.
     """
 
     def __init__(
@@ -41,15 +45,14 @@ class Rounds:
         self.scores: Scores = []
 
     def rows(self) -> list[Row]:
-        """Return the rows of all candidates that were tried, in that order."""
+        """Return the rows of all measured candidates, in the order of their addition."""
         return self._rows_of(self.weighed, self.scores)
 
     def add(self, candidates: Sequence[Weighed], *, twice: bool = True) -> None:
-        """Measures more candidates.
+        """Measure more candidates in the first round, and those that are not far behind in the second.
 
         Args:
-            twice: in the first two rounds; else those that do not keep to the budget, of which none is chosen, in the
-                first alone.
+            twice: whether candidates above the budget, which cannot be chosen, enter the second round, too.
         """
         places = range(len(self.weighed), len(self.weighed) + len(candidates))
         self.weighed += candidates
@@ -60,15 +63,15 @@ class Rounds:
         self._go_on(due, self._second)
 
     def on_first(self, candidates: Sequence[Weighed]) -> list[Scored]:
-        """Measure candidates on the first round's text, without making rows of them."""
+        """Measure candidates on the first round's text without adding them."""
         return self._measure(candidates, self._first).scored
 
     def decide(self, max_loss: float | None) -> None:
-        """Measures those between which the choice lies in the last round."""
+        """Measure the contenders for the choice in the last round."""
         self._go_on(contenders(self.rows(), self._share, max_loss), self._last)
 
     def _go_on(self, places: Sequence[int], part: HeldOut) -> None:
-        """Measures some on a part."""
+        """Measure the candidates at these indices on a part of the text, and merge the scores."""
         if not places or not part.texts:
             return
         carried = self._measure([self.weighed[place] for place in places], part)

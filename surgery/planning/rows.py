@@ -1,4 +1,4 @@
-"""Measured candidates, a row each, and the choice among the rows."""
+"""Rows of a plan: measured candidates, and the choice among them."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from surgery.planning.measure import Scored, student_t
 from surgery.planning.weighed import Weighed
 
 ANSWER_WEIGHT = 0.05
-"""What a nat on the answer of a recall prompt counts as, in nats on a token of text: the mean loss of text hides it."""
+"""Weight of the loss increase on recall answers relative to that on text, whose mean loss hides failures of recall."""
 CONTENDERS = 6
-"""Rows that are worth more text, at most."""
+"""Largest number of rows in the last round."""
 FAR = 4
-"""Times the drift of another row from which on one is not looked at further. Of small models: the demo model and one
-with a KV head for every query head (docs/research/planning.md)."""
+"""Ratio of drifts above which the worse row is dropped. Measured on small models: the demo model and one without GQA
+(docs/research/planning.md)."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate as it was measured.
+    """Measured candidate.
 
     Attributes:
-        to: target of the conversion, with the settings ``asked``; None of a format that an engine has by itself.
-        name: for people.
-        command: the command line that converts so, or serves the source so.
-        kv_bytes: of all sequences at the plan's context; ``kv_ratio`` the share of the source's.
-        loss_increase: nats per token over the source's; ``low`` and ``high`` what it should be within
-            on other text, in 80% of the cases.
-        by_text: the increase on each text; a row that was measured on fewer has seen the first ones.
-        divergence: from the source's predictions, see :class:`surgery.planning.measure.Scored`.
-        answer_increase: nats per token of the answers in recall prompts; ``recall`` the share answered right.
-        cost: what is compared, the loss with the answers' increase in it.
-        best: whether no other candidate costs less with no more bytes.
-        engine: whose own format it is, which needs no conversion; ``status``: how its arithmetic was checked.
+        to: target of the conversion, with the settings ``asked``; None for an engine's own cache format.
+        name: display name.
+        command: command line that converts the source, or serves it with the engine's format.
+        kv_bytes: KV bytes of all sequences at the plan's context; ``kv_ratio`` is their share of the source's.
+        loss_increase: nats per token over the source's; ``low`` and ``high`` are its 80% interval on other text.
+        by_text: loss increase on each text; rows of fewer rounds have the first texts only.
+        divergence: divergence from the source, see :class:`surgery.planning.measure.Scored`.
+        answer_increase: loss increase on answers of recall prompts, nats per token; ``recall`` is the share of correct
+            answers.
+        cost: score to compare: the loss increase plus `ANSWER_WEIGHT` times the increase on answers, if positive.
+        best: whether the row is on the Pareto front: no other one costs less with no more bytes.
+        engine: engine of the cache format; None for a conversion. ``status``: how the simulated arithmetic was checked.
     """
 
     to: str | None
@@ -63,11 +63,11 @@ class Row:
 
     @property
     def drift(self) -> float:
-        """The cost with the divergence in the place of the loss."""
+        """Cost with the divergence in place of the loss increase."""
         return self.divergence + self.cost - self.loss_increase
 
     def keeps_to(self, share: float) -> bool:
-        """Return whether the bytes are at most that share of the source's, but for rounding."""
+        """Return whether the bytes are within a share of the source's, up to rounding."""
         return self.kv_ratio <= share * (1 + 1e-9)
 
 
@@ -80,8 +80,8 @@ def rows_of(
     """Build the rows in the order of their candidates.
 
     Args:
-        scores: of each, and of the source on the same texts.
-        called: the source, in commands.
+        scores: scores of each candidate, and of the source on the same texts.
+        called: name of the source in commands.
     """
     rows = []
     for sized, (score, source) in zip(weighed, scores, strict=True):
@@ -113,7 +113,7 @@ def rows_of(
 
 
 def by_bytes(rows: Iterable[Row]) -> list[Row]:
-    """The rows in their order, those marked that cost less than everything smaller."""
+    """Sort rows by bytes, and mark as `best` those that cost less than every smaller row."""
     least, marked = math.inf, []
     for row in sorted(rows, key=lambda row: (row.kv_bytes, row.cost)):
         marked.append(replace(row, best=row.cost < least))
@@ -122,10 +122,10 @@ def by_bytes(rows: Iterable[Row]) -> list[Row]:
 
 
 def far_behind(rows: Sequence[Row], share: float | None = None) -> set[int]:
-    """Places of the rows that cost more, and have moved predictions `FAR` times as much, as one that is no larger.
+    """Return the indices of rows that cost more and have `FAR` times the drift of a row with no more bytes.
 
     Args:
-        share: of the source's bytes, that may be kept: of rows within it none is larger than another.
+        share: budget as a share of the source's bytes; rows within it count as equal in size.
     """
 
     def is_far(row: Row, other: Row) -> bool:
@@ -137,17 +137,16 @@ def far_behind(rows: Sequence[Row], share: float | None = None) -> set[int]:
 
 
 def alike(rows: Sequence[Row], share: float) -> list[int]:
-    """Places of the rows within a share of the bytes that their texts cannot tell from the one that costs least.
+    """Return the indices of rows within a share of the bytes whose cost does not differ significantly from the lowest.
 
-    The one of least drift, which is to be chosen, comes first. Of many candidates that differ by less than the noise of
-    the texts the least cost is luck, which other text does not repeat; how far predictions moved is measured with far
-    less noise, and is what any text pays for. Not the fewest bytes: who names a budget has it, and who wants less
-    names less.
+    They are sorted by drift; the first one is to be chosen. Among candidates that differ by less than the noise of the
+    texts, the lowest cost is chance and does not generalize to other text, while drift has far less noise. Fewer bytes
+    do not count: the user has the budget that they state.
     """
     fitting = [place for place, row in enumerate(rows) if row.keeps_to(share)]
     if not fitting:
         return []
-    behind = far_behind(rows, share)  # of fewer texts, which tell less
+    behind = far_behind(rows, share)  # measured on fewer texts, with less certainty
     fitting = [place for place in fitting if place not in behind]
     best = rows[min(fitting, key=lambda place: rows[place].cost)]
     level = [place for place in fitting if rows[place] is best or not _costs_more(rows[place], best)]
@@ -155,7 +154,7 @@ def alike(rows: Sequence[Row], share: float) -> list[int]:
 
 
 def _costs_more(row: Row, other: Row) -> bool:
-    """Return whether the difference by text is significant, by Student's t of one side at 90%."""
+    """Return whether a row costs significantly more than another, by a paired one-sided t-test at 90% over texts."""
     differences = [own - others for own, others in zip(row.by_text, other.by_text, strict=False)]
     if len(differences) == 1:
         return row.cost > other.cost
@@ -165,7 +164,7 @@ def _costs_more(row: Row, other: Row) -> bool:
 
 
 def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None) -> list[int]:
-    """Places of the rows between which more text would decide."""
+    """Return the indices of the rows among which more text may change the choice."""
     if share is not None:
         level = alike(rows, share)[:CONTENDERS]
         return level if len(level) > 1 else []
@@ -177,13 +176,13 @@ def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None)
 
 
 def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> int:
-    """The place of what costs least within the budget, as far as texts tell, or of what is smallest within the loss.
+    """Return the index of the best row within a byte budget (see `alike`), or of the smallest one within a loss.
 
     Args:
-        rows: by bytes.
+        rows: sorted by bytes.
 
     Raises:
-        SurgeryError: nothing meets it; says what comes nearest, and its price.
+        SurgeryError: no row meets the budget; the message names the nearest one and its loss increase or bytes.
     """
     if share is not None:
         fitting = alike(rows, share)

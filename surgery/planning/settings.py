@@ -1,4 +1,4 @@
-"""Settings of ``surgery plan``. Needs no torch."""
+"""Settings of ``surgery plan``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from surgery.engines.cache_formats import Server, cache_formats
 from surgery.structures.registry import TARGETS
 
 BITS = "bits"
-"""Name in ``allow`` of quantized caches, whose attention may be any."""
+"""Name in ``allow`` of quantized caches, of any attention."""
 ENGINE = "engine"
-"""Name in ``allow`` of the cache formats that the engine has without a conversion."""
+"""Name in ``allow`` of the engine's own cache formats, which need no conversion."""
 
 
 HELD_OUT_LENGTH = 512
-"""Tokens of a held-out sequence, at which docs/research/planning.md compares predictions with measurements.
+"""Tokens of a held-out sequence, the length at which docs/research/planning.md compares predictions with measurements.
 
-At twice as many a plan of SmolLM2 would take half as long again as a conversion."""
+At twice the length, a plan of SmolLM2 would take 1.5 times as long as a conversion."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,20 @@ class PlanSettings(ConversionSettings):
         if ENGINE in self.allow:
             if self.engine is None:
                 raise SurgeryError("allow engine: name the engine too, such as --engine vllm", setting="engine")
-            cache_formats(self.engine)  # refuses those without
+            cache_formats(self.engine)  # raises for an engine without own formats
         if self.memory is not None:
-            parse_size(self.memory, "memory")  # refuses what is none
+            parse_size(self.memory, "memory")  # raises for an invalid size
         if self.tokens < 1:
             raise SurgeryError("context must be at least 1", setting="context")
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the budget if it is a memory."""
+        """Bytes of a memory budget."""
         return parse_size(self.memory or "", "memory")
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sequence."""
+        """Context in tokens."""
         return parse_tokens(self.context)
 
     def allows(self, name: str) -> bool:
@@ -108,28 +108,28 @@ class PlanSettings(ConversionSettings):
 
     @property
     def text_length(self) -> int:
-        """Most tokens of a held-out sequence."""
+        """Largest number of tokens of a held-out sequence."""
         unset = self.calibration_length if self.heads else HELD_OUT_LENGTH
         return min(self.held_out_length or unset, self.calibration_length)
 
     def common(self) -> dict[str, Any]:
-        """Return the settings that the plan shares with conversions: text, seed, machine."""
+        """Return the settings that conversions take from the plan: text, seed, machine."""
         shared = {each.name for each in fields(ConversionSettings)} - {"kv_ratio", "held_out"}
         return {name: getattr(self, name) for name in shared}
 
 
 def beyond_positions(tokens: int, positions: int) -> str | None:
-    """Return the warning about a context that the model does not take; None for one that it does."""
+    """Return a warning for a context beyond the model's positions; None for a context within them."""
     if tokens <= positions:
         return None
     return f"context {tokens:,} is beyond the model's {positions:,} positions: bytes at it are of no text that it reads"
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of ``32k`` (1,024 each) or a plain number.
+    """Parse a number of tokens: ``32k`` (k is 1,024) or a plain number.
 
     Raises:
-        SurgeryError: it is neither.
+        SurgeryError: the text is neither.
     """
     match = re.fullmatch(r"\s*([0-9]+)\s*(k?)\s*", str(text).lower().replace(",", "").replace("_", ""))
     if not match:

@@ -1,4 +1,4 @@
-"""Sizes at which candidates are measured: the budget, those around it, and those at which a loss would be met."""
+"""Sizes at which candidates are measured: the budget, sizes around it, and sizes that should meet a loss budget."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from surgery.planning.rows import far_behind
 from surgery.planning.weighed import Weighed
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
-"""Of the source's bytes, at which a picture of what can be had is taken."""
+"""Default shares of the source's bytes, for an overview."""
 AIM = 0.9
-"""Of the loss that is allowed, where it is looked for: half of those that should lose all of it would lose more."""
+"""Share of the loss budget to aim for; half of the candidates sized for the whole budget would exceed it."""
 
 
 def shares_around(share: float | None) -> list[float]:
-    """The budget and those to either side of it, or the whole picture."""
+    """Return a share with its neighbors in `SHARES`; None for all of them."""
     if share is None:
         return list(SHARES)
     smaller = [other for other in SHARES if other < share * 0.75][:1]
@@ -28,13 +28,13 @@ def shares_around(share: float | None) -> list[float]:
 
 
 def first_round(candidates: Candidates, share: float | None) -> list[Sized]:
-    """Return the candidates at the budget, or the whole picture; at the shares around it where none has that size."""
+    """Return the candidates at the budget, or at all `SHARES`; if none has that size, at the neighboring shares."""
     shares = list(SHARES) if share is None else [share]
     return list(candidates.at(shares)) or list(candidates.at(shares_around(share)))
 
 
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
-    """Return the candidates that are not far behind at a share of the source's bytes, at the shares around it."""
+    """Return the candidates that are not far behind, resized to the shares around the budget."""
     behind, configs, candidates_found = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []
     near = [each for place, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and place not in behind]
     for each in near:
@@ -53,11 +53,13 @@ def look_for_loss(
     max_loss: float,
     add: Callable[[Sequence[Weighed]], None],
 ) -> None:
-    """Adds of structures whose size can be chosen halves of the smallest, as long as these lose less than is allowed,
-    and then one each where its loss should be just less.
+    """Search for the sizes of scalable structures at which the loss budget is met.
+
+    Halves the smallest size of each structure while its loss is below the budget. Then adds an interpolated size, whose
+    loss should be just below the budget.
 
     Args:
-        weighed, scores: what was measured; ``add`` measures more and puts it there.
+        weighed, scores: measured candidates; ``add`` measures more and appends them.
     """
 
     while more := [
@@ -70,7 +72,7 @@ def look_for_loss(
     for points in _curves(weighed, scores, candidates):
         for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
             if 0 < next_loss < AIM * max_loss and loss > max_loss:
-                # Losses are near powers of the share between two that were measured.
+                # Between two measured points the loss is close to a power of the share.
                 place = math.log(AIM * max_loss / loss) / math.log(next_loss / loss)
                 target_share = share * (next_share / share) ** place
                 resized.append(_resized(sized, target_share, candidates))
@@ -81,7 +83,7 @@ def look_for_loss(
 def _curves(
     weighed: Sequence[Weighed], scores: Scores, candidates: Candidates
 ) -> list[list[tuple[float, float, Sized]]]:
-    """Shares of the source's bytes, increases of the loss and candidates of one way of asking each, by share."""
+    """Group candidates that differ in size only: curves of (share of bytes, loss increase, candidate), by share."""
     curves: dict[tuple, list[tuple[float, float, Sized]]] = {}
     for sized, (score, source) in zip(weighed, scores, strict=True):
         if "kv_ratio" in sized.asked:
@@ -91,10 +93,10 @@ def _curves(
 
 
 def _but_size(sized: Sized) -> dict[str, Any]:
-    """Return the settings without the ratio."""
+    """Return the settings without ``kv_ratio``."""
     return {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
 
 
 def _resized(sized: Sized, share: float, candidates: Candidates) -> Sized | None:
-    """Return the same structure at another share of the source's bytes, or None if it cannot have it."""
+    """Resize a candidate to another share of the source's bytes; None if it is refused."""
     return candidates.sized(sized.target, _but_size(sized), share, record=False)

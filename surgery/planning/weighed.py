@@ -1,4 +1,4 @@
-"""Protocol of a plan's candidates: a conversion, or a cache format that an engine has by itself."""
+"""Protocol of a plan's candidates: conversions, and an engine's own cache formats."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from surgery.structures.context import ConversionContext
 
 
 class Weighed(Protocol):
-    """A candidate whose bytes are known.
+    """Candidate with known KV bytes.
 
     Attributes:
-        to: conversion target; None where there is no conversion.
-        asked: settings of the conversion beside the plan's own.
-        name: unique among the candidates of a plan.
-        config: config.json of what is served.
-        kv_bytes: of all sequences at the plan's context.
+        to: conversion target; None for an engine's own cache format.
+        asked: settings of the conversion in addition to the plan's.
+        name: unique name among the candidates of a plan.
+        config: config.json of the served model.
+        kv_bytes: KV bytes of all sequences at the plan's context.
         engines: each engine's verdict on the result.
-        engine: whose own format it is; None for a conversion. ``status``: how its arithmetic was checked.
+        engine: engine of the cache format; None for a conversion. ``status``: how the simulated arithmetic was checked.
     """
 
     @property
@@ -40,16 +40,16 @@ class Weighed(Protocol):
     def status(self) -> str | None: ...
 
     def command(self, called: str) -> str:
-        """Command line that converts or serves the source ``called`` so."""
+        """Return the command line that converts or serves the source; ``called`` names the source in it."""
 
     def leaves(self, layer: int) -> bool:
         """Return whether a layer stays unchanged."""
 
     def group(self, layer: int) -> range:
-        """The layers that only run together with this one."""
+        """Return the layers that must run together with this one."""
 
     def attention(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Simulated attention of a layer."""
+        """Return the simulated attention of a layer."""
 
     def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
-        """Carry [N, T, D], in place, through layers that only run together."""
+        """Run hidden states [N, T, D], in place, through layers that must run together."""

@@ -1,1 +1,1 @@
-"""Verification: what was written is run and compared with what was simulated."""
+"""Verification: a written checkpoint is run and compared with the simulated conversion."""

@@ -1,4 +1,4 @@
-"""Runs a written checkpoint on its own, layer by layer: no source and no simulation is needed for it."""
+"""Verification of a written checkpoint without its source or simulation, layer by layer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ QUANTIZED_PIECE = 8
 
 
 def verify_again(reader: CheckpointReader, opened: Source | OwnSource, seed: int, progress: Progress) -> Verification:
-    """Runs random tokens through a checkpoint's layers in one pass, and decodes them through its caches.
+    """Run random tokens through a checkpoint's layers in one pass, and decode them through its caches.
 
     Raises:
-        SurgeryError: a layer does not load, decoding is not what one pass computes, or the caches hold other bytes than
-            the config says.
+        SurgeryError: a layer does not load, decoding differs from one forward pass, or the caches hold other bytes than
+            predicted from the config.
     """
     held_out = HeldOut.random(opened.config.vocab_size, SEQUENCES, LENGTH, seed)
     piece = QUANTIZED_PIECE if reader.config.get("kv_cache") else None
@@ -39,7 +39,7 @@ def verify_again(reader: CheckpointReader, opened: Source | OwnSource, seed: int
 
 
 def run_layers(stream: LayerStream, tokens: Tensor, piece: int | None) -> Tensor:
-    """Return the outputs of the last layer [N, T, D] for tokens [N, T], read ``piece`` at a time or all in one pass."""
+    """Compute the last layer's outputs [N, T, D] for tokens [N, T], ``piece`` tokens at a time, or None in one pass."""
     hidden = stream.embed(tokens)
     for start, stop in blocks_of(stream.config):
         with stream.block(start, stop) as layers:
@@ -51,13 +51,13 @@ def run_layers(stream: LayerStream, tokens: Tensor, piece: int | None) -> Tensor
 
 
 def open_written(reader: CheckpointReader, device: str) -> Source | OwnSource:
-    """A checkpoint as it is run here."""
+    """Open a checkpoint to run it in float32."""
     return open_any(reader, _Running(device))
 
 
 @dataclass(frozen=True)
 class _Running:
-    """Device and dtype in which layers run."""
+    """Device and dtype of the run."""
 
     device: str
     dtype: str = "float32"

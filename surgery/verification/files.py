@@ -1,4 +1,4 @@
-"""Compares the files of a checkpoint with those that its report lists: nothing else may change what it computes."""
+"""Comparison of a checkpoint's files with its report: no other file may change what the checkpoint computes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from surgery.common.progress import Progress
 
 GIT = ".git/"
 EARLIER = ("adapter/adapter_model.safetensors", "adapter/README.md")
-"""Written by healings of versions whose reports list only what a download brings; no loader reads them unasked."""
+"""Files of healings by earlier versions, which their reports do not list; no loader reads them by default."""
 
 
 @dataclass(frozen=True)
 class FileComparison:
-    """Files of a folder that differ from those that its report lists.
+    """Differences between a folder's files and the list in its report.
 
     Attributes:
-        missing: listed, and not there; but for logs and the like, which downloads leave out.
-        changed: listed, with another content.
-        unlisted: all others with their kinds; of git's own folder nothing but its name.
+        missing: listed files that do not exist, except files that downloads leave out, such as logs.
+        changed: listed files with other hashes.
+        unlisted: kinds of files that are not listed, by name; `.git/` stands for all files in it.
     """
 
     missing: tuple[str, ...]
@@ -33,12 +33,12 @@ class FileComparison:
 
     @property
     def refused(self) -> dict[str, Kind]:
-        """Unlisted files that change what the checkpoint computes, or run, once something loads it."""
+        """Unlisted files that loaders read or execute."""
         return {name: kind for name, kind in self.unlisted.items() if kind in READ_BY_LOADERS}
 
 
 def compare_files(folder: Path, listed: Mapping[str, str], progress: Progress | None = None) -> FileComparison:
-    """Compare a folder with the hashes that its report lists.
+    """Compare a folder with the hashes in its report.
 
     Raises:
         SurgeryError: a file cannot be read.

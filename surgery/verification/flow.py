@@ -1,4 +1,4 @@
-"""Peak and footprint of a model that is run a few layers at a time: see `surgery.eval.kv_flow` for what they are."""
+"""KV peak and footprint of a model that runs a few layers at a time; `surgery.eval.kv_flow` defines them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from surgery.running.attention_tap import tapped
 
 @dataclass(frozen=True)
 class Flow:
-    """Peak bytes and attention footprint of a prompt in one pass and of the tokens decoded after it.
+    """KV peak and attention footprint of prefilling a prompt and decoding tokens after it.
 
     Attributes:
-        peak_bytes: the most that keys and values took at any time, in the dtype of the run.
-        footprint: share of full causal attention that was computed.
+        peak_bytes: peak bytes of keys and values, in the dtype of the run.
+        footprint: visited query-key pairs as a share of full causal attention.
     """
 
     peak_bytes: int
@@ -28,14 +28,14 @@ class Flow:
 
 @dataclass
 class FlowWatch:
-    """Watches layers that decode the same tokens one after the other, as if they had done so together."""
+    """Recorder of layers that process the same tokens one layer at a time, as if they ran in one model."""
 
     _counter: EntryCounter = field(default_factory=EntryCounter)
     _blocks: list[list[list[int]]] = field(default_factory=list)
 
     @contextmanager
     def block(self, decoder: nn.Module) -> Iterator[None]:
-        """Watches all passes of a decoder of one or more layers, for the length of a ``with`` block."""
+        """Record all forward passes of a decoder of one or more layers in a ``with`` block."""
         watch, passes = UpdateWatch(), []
 
         def begin(*_) -> None:
@@ -55,8 +55,7 @@ class FlowWatch:
         self._blocks.append(passes)
 
     def flow(self, layers: int, heads: int, tokens: int) -> Flow:
-        """Return the peak bytes and the footprint of all layers together; ``heads`` of queries in each, ``tokens`` in
-        all passes."""
+        """Compute peak and footprint of all layers together, from query heads per layer and tokens over all passes."""
         peak = 0
         for passes in zip(*self._blocks, strict=True):
             others = sum(before for before, _, _ in passes)
@@ -67,7 +66,7 @@ class FlowWatch:
 
 
 def check_flow(path, measured: Flow, predicted: Flow) -> None:
-    """Raises SurgeryError where what was measured is not what was predicted."""
+    """Raise SurgeryError if the measured peak or footprint differs from the prediction."""
     if measured.peak_bytes != predicted.peak_bytes:
         raise SurgeryError.at(
             path, f"keys and values took up to {measured.peak_bytes} bytes, {predicted.peak_bytes} were predicted"
@@ -79,5 +78,5 @@ def check_flow(path, measured: Flow, predicted: Flow) -> None:
 
 
 def predicted_flow(model, prompt: int, steps: int) -> Flow:
-    """Return the flow that a model of the custom class predicts of itself."""
+    """Return the flow that a model of the custom class predicts for a prompt and decode steps of one sequence."""
     return Flow(model.kv_peak_bytes(1, prompt, prompt, steps), model.kv_footprint(prompt, steps))

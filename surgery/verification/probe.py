@@ -1,4 +1,4 @@
-"""A few logits of a written checkpoint, put on record, so that anyone can see later that it still computes them."""
+"""Probe of a written checkpoint: a few logits in the report, by which `surgery verify` detects changes later."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from surgery.running.layer_stream import LayerStream
 
 TOKENS = 16
 KEPT = 16
-"""Logits on record, of ids spread over the vocabulary."""
+"""Number of recorded logits, with ids evenly spaced over the vocabulary."""
 
 
 def take_probe(stream: LayerStream, tokens: Tensor, hidden: Tensor, piece: int | None) -> dict[str, Any]:
-    """The record, as plain values.
+    """Compute the probe as JSON values, from the logits after the first tokens.
 
     Args:
-        tokens: [T] that were read, of which the first are taken.
-        hidden: [T, D] what the last layer put out for them, before the norm.
-        piece: how many were read at a time, through a cache; None: all in one pass.
+        tokens: [T] tokens of the run; the first `TOKENS` are recorded.
+        hidden: [T, D] outputs of the last layer for them, before the final norm.
+        piece: tokens per forward pass through a cache; None for one pass.
     """
     tokens = tokens[:TOKENS]
     logits = stream.logits(hidden[len(tokens) - 1].to(stream.device, stream.dtype)).float()
@@ -36,7 +36,7 @@ def take_probe(stream: LayerStream, tokens: Tensor, hidden: Tensor, piece: int |
 
 
 def probe_difference(record: dict[str, Any], current: dict[str, Any]) -> float:
-    """Largest difference of two records' logits, over the spread of all logits; infinite if they are not as many."""
+    """Return the largest difference of two probes' logits over their standard deviation; inf if the counts differ."""
     if len(record["logits"]) != len(current["logits"]):
         return float("inf")
     want, measured = (torch.tensor(probe["logits"], dtype=torch.float64) for probe in (record, current))

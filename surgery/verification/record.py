@@ -1,4 +1,4 @@
-"""Facts of the report next to a checkpoint, for ``surgery verify``: whoever sent it, it may be damaged."""
+"""Validated facts of the report next to a checkpoint, for ``surgery verify``. The report is untrusted input."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from surgery.common.errors import SurgeryError
 from surgery.verification.probe import KEPT, TOKENS
 
 LONGEST = 2**16
-"""Tokens at which KV bytes may be said to have been measured: more than conversions read."""
+"""Upper bound of the recorded number of tokens in the caches; conversions read fewer."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Facts of a report; each is None where it is missing.
+    """Facts of a report; each is None if missing.
 
     Attributes:
         there: whether there is a report.
-        files: SHA-256 by name.
-        source_files: names of what was taken over from the source and what was left out, by what they are.
-        probe: as :func:`surgery.verification.probe.take_probe` made it.
-        kv: tokens of the live caches, and bytes of each.
+        files: SHA-256 by file name.
+        source_files: names of the source's files that were copied or left out, by kind.
+        probe: see :func:`surgery.verification.probe.take_probe`.
+        kv: tokens in the live caches, and measured bytes per token.
     """
 
     there: bool = False
@@ -35,10 +35,10 @@ class Recorded:
 
     @classmethod
     def beside(cls, folder: Path) -> Recorded:
-        """Read the facts of a folder.
+        """Read the report in a folder.
 
         Raises:
-            SurgeryError: there is a report, and it is damaged.
+            SurgeryError: the report is damaged.
         """
         path = folder / REPORT
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Checks a written checkpoint by running it: the classes that will load it, layer by layer, against the simulation."""
+"""Verification of a written checkpoint: its model classes run layer by layer, compared with the simulation."""
 
 from __future__ import annotations
 
@@ -27,33 +27,32 @@ from surgery.running.unfused import open_model
 from surgery.verification.flow import Flow, FlowWatch, check_flow
 from surgery.verification.probe import take_probe
 
-# Tokens of the first held-out sequence that are decoded one by one through a live cache, after a prompt. The prompt is
-# long enough for caches that keep windows and groups of tokens to show what they keep; shorter text is taken whole.
+# Tokens of the prompt, and of the decode steps after it, through a live cache. The prompt is long enough to fill
+# windows and token groups of caches; of a shorter text all tokens are used.
 PROMPT, STEPS = 1000, 8
 
-# Largest relative difference of logits that is taken for rounding, by the dtype of the written weights.
+# Largest relative difference of logits that counts as rounding, by the dtype of the written weights.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
-# Layers run in this precision or better, where decoding through the cache must agree with one forward pass.
+# Largest relative difference between decoding through the cache and one forward pass, by the dtype of the run.
 CACHE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05}
-# Where the cache is quantized, a number that rounding moves over the edge of a step moves by the step.
+# With a quantized cache, rounding can move a value across the edge of a quantization step.
 QUANTIZED_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Measurements of a written checkpoint that was loaded again.
+    """Measurements of a written checkpoint after reloading.
 
     Attributes:
-        score: loss and recall.
-        logit_difference: largest relative difference of logits to the simulation.
-        cache_difference: largest relative difference of a layer's output, decoded through its cache, to one forward
-            pass; of a quantized cache, to decoding after the same prompt in two pieces. None where neither is the same
-            function.
-        kv_tokens: tokens that the live caches of all layers held when they were measured.
-        kv_bytes_per_token: their bytes over these.
-        flow: peak and footprint of reading and decoding so many tokens, in the dtype of the run; None where they were
-            not to be looked at.
-        probe: a few logits, for the report (:mod:`surgery.verification.probe`); None where they hang on later tokens.
+        score: loss and recall on held-out text.
+        logit_difference: largest relative difference of logits from the simulation.
+        cache_difference: largest relative difference of a layer's output between decoding through its cache and one
+            forward pass; for a quantized cache, between decoding after the prompt in one and in two pieces. None if no
+            layer can be compared.
+        kv_tokens: tokens in the live caches when they were measured.
+        kv_bytes_per_token: measured bytes of the live caches over `kv_tokens`.
+        flow: peak and footprint of prefill and decoding of these tokens, in the dtype of the run; None if not measured.
+        probe: a few logits for the report (:mod:`surgery.verification.probe`).
     """
 
     score: Score
@@ -76,18 +75,18 @@ def verify_by_running(
     piece: int | None = None,
     flow: Callable[[int, int], Flow] | None = None,
 ) -> Verification:
-    """Loads the checkpoint in ``path`` layer by layer and runs it.
+    """Load the checkpoint in ``path`` layer by layer, run it, and compare it with the simulation.
 
     Args:
-        opened: the source. It gives device and dtype of the run, the sliding windows, the logits of the simulation, and
-            the dtype of the rewritten tensors: the KV bytes are those of a model that runs in it.
+        opened: the source. It determines device and dtype of the run, the sliding windows, the LM head for simulated
+            logits, and the dtype of the rewritten tensors, in which KV bytes are counted.
         simulated: final hidden states [N, T, D] of the simulated conversion.
-        piece: read the held-out text that many tokens at a time, through the live cache; None: in one forward pass.
-        flow: gives the peak and footprint that a prompt and decoded tokens must have, in the dtype of the run.
+        piece: tokens per forward pass through the live cache; None for one pass over the held-out text.
+        flow: predicts peak and footprint from the numbers of prompt and decoded tokens, in the dtype of the run.
 
     Raises:
-        SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
-            simulation by more than rounding, or the caches hold, or take on the way, other bytes than predicted.
+        SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the simulation
+            by more than rounding, or KV bytes, peak or footprint differ from the prediction.
     """
     reader = open_model(path)
     config = load_config(reader.path)
@@ -100,7 +99,7 @@ def verify_by_running(
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in blocks_of(config):
             with stream.block(start, stop) as layer:
-                if not keeps_state(config, start):  # which runs as the source has it, in bytes that hang on no tokens
+                if not keeps_state(config, start):  # a recurrent state is unchanged, and its bytes are constant
                     cache = _new_cache(layer)
                     text = hidden[:1, :tokens].to(stream.device, stream.dtype)
                     difference = _decode(layer, text, cache, watch)
@@ -116,7 +115,7 @@ def verify_by_running(
     difference = logit_difference(source, simulated, stream, hidden)
     allowed = QUANTIZED_TOLERANCE if quantized else CACHE_TOLERANCE[stream.dtype]
     for worst in differences:
-        if not worst <= allowed:  # nor is NaN
+        if not worst <= allowed:  # also true for NaN
             raise SurgeryError.at(path, f"decoding through the cache differs from one forward pass by {worst:.1e}")
     rounding = QUANTIZED_TOLERANCE if rounds else CACHE_TOLERANCE[stream.dtype]
     if not difference <= TOLERANCE[weight_dtype] + rounding:
@@ -137,7 +136,7 @@ def verify_by_running(
 
 
 def measured_tokens(length: int, windows: Sequence[int | None]) -> int:
-    """Tokens of a text of that length after which live caches are measured; a layer's window still fills then."""
+    """Return the number of tokens after which live caches are measured; below every layer's sliding window."""
     return max(1, min(PROMPT + STEPS, length, *(window - 1 for window in windows if window)))
 
 
@@ -150,9 +149,9 @@ def run_through_cache(
     piece: int,
     new_cache: Callable[[], object],
 ) -> Tensor:
-    """Applies a layer to [N, T, D] ``piece`` tokens at a time through caches of ``new_cache()``, in place.
+    """Run a layer on hidden states [N, T, D] in place, ``piece`` tokens at a time through caches of ``new_cache()``.
 
-    As every layer sees the same pieces, this is the model decoding that many tokens at a time.
+    Since every layer gets the same pieces, this equals the whole model reading ``piece`` tokens at a time.
     """
     for rows in hidden.split(batch_size):
         cache = new_cache()
@@ -165,16 +164,14 @@ def run_through_cache(
 
 @torch.no_grad()
 def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None) -> float | None:
-    """Fills the cache with [1, T, D], the last few tokens one by one; the relative difference of what must be equal.
-
-    None where nothing must be.
-    """
+    """Decode [1, T, D] through the cache and return the largest relative difference from a reference; see
+    `Verification.cache_difference`."""
     prompt = prompt_of(hidden.shape[1])
     with nullcontext() if watch is None else watch.block(layer.model):
         decoded = layer.decode(hidden, prompt, cache)
     if _reads_ahead(cache):
-        # A pass that completes a group of tokens reads it quantized, so one forward pass is another function. But
-        # what a layer keeps of its inputs does not depend on their pieces. Those of a second layer do.
+        # The pass that completes a group of tokens reads it quantized, so one forward pass differs from decoding. The
+        # cache contents of the first layer do not depend on how the prompt is split; those of a second layer do.
         if len(cache.layers) > 1:
             return None
         half = prompt // 2
@@ -188,25 +185,25 @@ def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None
 
 
 def prompt_of(tokens: int) -> int:
-    """Return how many of that many tokens are the prompt."""
+    """Return the number of prompt tokens among the measured tokens."""
     return max(1, tokens - STEPS)
 
 
 def _new_cache(layer: StreamedLayer):
-    """An empty cache such as ``generate`` makes it; the layer puts in what it keeps."""
+    """Create an empty cache like ``generate``; the layer adds its own cache layers."""
     from transformers import DynamicCache
 
     return DynamicCache(config=layer.config)
 
 
 def _reads_ahead(cache) -> bool:
-    # A layer may keep its latents in another one, next to full-precision tokens.
+    # A cache layer with full-precision tokens holds its latents in a nested cache layer.
     parts = [*cache.layers, *(getattr(layer, "latents", None) for layer in cache.layers)]
     return any(getattr(layer, "reads_ahead", False) for layer in parts)
 
 
 def _bytes_in(weight_dtype: torch.dtype, cache, dtype: torch.dtype) -> int:
-    """Bytes of a live cache, were the numbers that it holds in the ``dtype`` of the run those of a model in another."""
+    """Count the bytes of a live cache as if the model ran in ``weight_dtype`` instead of ``dtype``."""
     tensors = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0 or tensor.is_floating_point()]
     parts = [part for layer in cache.layers for part in getattr(layer, "parts", [layer])]
     wide = [tensor for part in parts for tensor in getattr(part, "wide_tensors", ())]

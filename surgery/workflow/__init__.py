@@ -1,1 +1,1 @@
-"""Recipe files: steps, each a command with its settings."""
+"""Recipes: files of steps, each a command with its settings."""

@@ -1,4 +1,4 @@
-"""The steps of a recipe that choose and make checkpoints: `plan`, `convert` and `slice`."""
+"""Recipe steps `plan`, `convert` and `slice`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def convert(step: Step, where: str) -> Action:
-    """A conversion, by its own settings or by those that a plan has chosen."""
+    """Create the action of a `convert` step, with its own settings or those of a plan."""
     from surgery.structures.registry import DEFAULT, find_target
 
     values = dict(step.settings)
@@ -40,7 +40,7 @@ def convert(step: Step, where: str) -> Action:
 
 
 def slice_(step: Step, where: str) -> Action:
-    """A converted checkpoint made smaller."""
+    """Create the action of a `slice` step."""
     from surgery.structures.registry import SLICE
 
     values = dict(step.settings)
@@ -48,7 +48,7 @@ def slice_(step: Step, where: str) -> Action:
 
 
 Choice = Callable[[Finished], tuple["ConversionSettings", "Mapping[str, Any] | None"]]
-"""Settings of a conversion once the steps before it are done, and what a plan expects of it."""
+"""Function from the results of earlier steps to a conversion's settings and a plan's prediction, if any."""
 
 
 def _choice_of(target: Target, values: dict[str, Any], where: str) -> Choice:
@@ -70,8 +70,6 @@ def _planned(plan: str, values: dict[str, Any], finished: Finished, where: str) 
 
 
 def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
-    """Makes a checkpoint from another."""
-
     def request_for(finished: Finished) -> tuple[ConversionSettings, Mapping[str, Any] | None]:
         settings, predicted = choice(finished)
         if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:
@@ -89,7 +87,7 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
             facts = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
             _convert_unless_there(ConversionRequest(checkpoint, out, settings, **facts), progress)
 
-        # A conversion is not shared: the other processes wait for it.
+        # The main process converts; the others wait.
         processes.from_main(make)
 
     def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
@@ -112,7 +110,7 @@ def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
 
 
 def plan(step: Step, where: str) -> Action:
-    """A choice for a budget."""
+    """Create the action of a `plan` step."""
     from surgery.planning.settings import PlanSettings
 
     values = dict(step.settings)
@@ -139,10 +137,10 @@ def _convert_unless_there(request: ConversionRequest, progress: Progress) -> Non
 
 
 def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
-    """Writes the plan, with all that it tried next to it, by which a later run knows it again.
+    """Write the plan, with a JSON file of all measurements next to it, by which later runs recognize it.
 
     Raises:
-        SurgeryError: there is one of another source or other settings, or nothing meets the budget.
+        SurgeryError: a plan for another source or other settings exists, or nothing meets the budget.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.checkpoint.disk import disk_errors, read_json, write_whole

@@ -1,8 +1,8 @@
-"""Dry run of a recipe: the dry runs of its steps' commands, one after the other. None of it is run.
+"""Dry run of a recipe: the dry runs of its steps' commands in order.
 
-A checkpoint that an earlier step would make is stood in for by its shapes alone, in a temporary folder. Where they are
-not enough, as for a slice, which needs the report, or where a pattern or a plan is still to be made, a step can be told
-only once the earlier one is done.
+The checkpoint of an earlier step is replaced by an outline in a temporary folder: its config and shapes. A step that
+needs more (a slice needs the report; others a pattern or a plan that does not exist yet) gets no forecast before the
+earlier step has run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from surgery.workflow.steps import Action, Expected, Finished
 
 ENDINGS = {**dict.fromkeys(MAKE_PATTERNS, ".safetensors"), **dict.fromkeys(MAKE_PLANS, ".yaml")}
 MOST = ("host", "device", "temporary")
-"""Amounts whose total is the largest of any step; of all others it is the sum."""
+"""Amounts whose total is the maximum over steps; the totals of all others are sums."""
 
 
 def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress: Progress) -> dict[str, Any]:
-    """Plain values: of each step its command, name, target, whether it is there, and what it would take; and the total.
+    """Forecast each step as JSON values (command, name, target, whether its output exists, costs), and the total.
 
     Raises:
-        SurgeryError: what a step would refuse before any work, of sources that are there.
+        SurgeryError: a step with existing inputs is impossible.
     """
     finished, outputs, steps = Finished(), {}, []
     results = {
@@ -40,7 +40,7 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
         for step, action in zip(recipe.steps, actions, strict=True):
             out, adds = work / f"{step.name}{ENDINGS.get(step.verb, '')}", results.get(step.verb, {})
             earlier = [name for name in used(step) if name in outputs]
-            if (exists := out.exists()) and step.verb in results:  # which a run keeps
+            if (exists := out.exists()) and step.verb in results:  # a run keeps existing outputs
                 adds[step.name], expected = out, Expected()
             elif action.forecast is None:
                 expected = Expected(told="not estimated: has no dry run")
@@ -53,7 +53,7 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
                     outlined = [name for name in earlier if folder in finished.checkpoints.get(name, work).parents]
                     if not outlined:
                         raise
-                    expected = _after(outlined)  # it may be shapes alone that it refuses
+                    expected = _after(outlined)  # the error may be due to the outline
             outputs[step.name] = step.name in adds
             to = step.settings.get("to")
             steps.append({"verb": step.verb, "name": step.name, "to": to, "there": exists, **asdict(expected)})

@@ -1,5 +1,4 @@
-"""Names in the steps of a recipe: other steps, checkpoints and pattern files, which must exist before the first step
-runs."""
+"""Check of the names in a recipe's steps (steps, checkpoints, pattern and plan files) before the first step runs."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ CHECKPOINTS = {
     "heal": ("student", "teacher"),
     "eval": ("baseline", "checkpoints"),
 }
-"""Settings of each command that name checkpoints, one or a list of them."""
+"""Settings of each command that name a checkpoint or a list of checkpoints."""
 
 PATTERNS = {"plan": ("heads",), "convert": ("heads",)}
 PLANS = {"convert": ("plan",)}
-"""Likewise, of patterns and of plans."""
+"""Settings of each command that name pattern files and plan files."""
 
 
 def check_names(path: Path, steps: Sequence[Step]) -> None:
-    """Resolves every name that a step uses: of an earlier step, of a named model, a file, a folder or a hub id.
+    """Check every name that a step uses: an earlier step, a named model, a file, a folder or a hub id.
 
     Raises:
-        SurgeryError: a name is none of these, or only a later step makes it.
+        SurgeryError: a name is none of these, or is a later step.
     """
     outputs: dict[str, str] = {}
     for number, step in enumerate(steps):
@@ -53,12 +52,12 @@ def check_names(path: Path, steps: Sequence[Step]) -> None:
 
 
 def used(step: Step) -> list[str]:
-    """Every name that a step uses."""
+    """Return the names of checkpoints, patterns and plans that a step uses."""
     return [name for settings in (CHECKPOINTS, PATTERNS, PLANS) for name in _named(step, settings)]
 
 
 def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
-    """The names in those settings of a step, without what rows of an evaluation are called."""
+    """Return the names in these settings of a step; of an evaluation's `ROW=NAME` the part after the sign."""
     names = []
     for setting in settings.get(step.verb, ()):
         value = step.settings.get(setting)
@@ -67,7 +66,7 @@ def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 def _why(name: str, outputs: dict[str, str], later: list[str]) -> str | None:
-    """Explain a name that a step could have meant."""
+    """Explain an unresolved name by the steps of the recipe; None if it resembles none."""
     if name in later:
         return f"{name} is not made by an earlier step; move it up"
     if name in outputs:

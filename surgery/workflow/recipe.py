@@ -1,4 +1,4 @@
-"""Recipe files: a list of steps, each with the settings of a command; ``surgery run`` does them in order.
+"""Recipe files: a list of steps, each with the settings of a command, which ``surgery run`` runs in order.
 
     name: two-ratios
     steps:
@@ -6,14 +6,19 @@
       - convert: {source: org/name, name: quarter, to: mla, kv_ratio: 0.25}
       - eval: {name: report, baseline: org/name, checkpoints: [half, quarter], tasks: [loss, recall]}
 
-An eval step may have a `title`, and `publish`, another folder for its report without the results that it resumes from.
-A step's output lies under its name in the work folder, and later steps may use the name as a checkpoint: `convert` and
-`slice` steps compose by it. A `plan` step chooses for a budget, and a conversion whose `plan` names it, or a plan file,
-carries it out. A `heads` step makes a pattern, which `heads` of a conversion or a plan may name. A `heal` step trains a
-`student` with its `teacher`, in as many `processes` as it says or by a `launcher`, an accelerate configuration or the
-name of one that ships; `measure` holds settings of the evaluation of source, student and result, and with `measure:
-false` losses are left to an eval step. `builtin` is the demo model, `smollm2` a small real one. Steps that are done
-already, from the same source with the same settings, are kept.
+Steps of the commands:
+
+- `convert`, `slice`: write a checkpoint. Its folder in the work folder has the step's name, by which later steps refer
+  to it. `plan` of a `convert` step names a `plan` step or a plan file.
+- `plan`: chooses a conversion for a budget.
+- `heads`: writes a pattern, which `heads` of a `convert` or `plan` step may name.
+- `heal`: trains a `student` with its `teacher`. `processes` is the number of processes; `launcher` an accelerate config
+  or the name of a shipped one. `measure` holds settings of the evaluation of source, student and result; `measure:
+  false` skips it.
+- `eval`: may have a `title`, and `publish`, a second folder for its report, without the results that it resumes from.
+
+`builtin` is the demo model, `smollm2` a small real one. Steps that were completed with the same source and settings are
+skipped.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe file."""
+    """Parsed recipe file."""
 
     path: Path
     name: str
@@ -50,10 +55,10 @@ class Recipe:
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """Reads and checks a recipe; whether its settings are right is checked before any step runs.
+        """Read a recipe; `checked_recipe` checks the settings of its steps.
 
         Raises:
-            SurgeryError: it cannot be read, has an unknown command, or two steps of one name.
+            SurgeryError: the file cannot be read, has an unknown command, or two steps with one name.
         """
         content = read_mapping(path)
         for key in content:
@@ -73,10 +78,10 @@ class Recipe:
 
 
 def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
-    """A recipe and what its steps do, with all settings and names checked: a slip in the last must not cost an hour.
+    """Read a recipe and create its actions; settings and names of all steps are checked before the first one runs.
 
     Raises:
-        SurgeryError: one of them is wrong.
+        SurgeryError: a setting or a name is invalid.
     """
     recipe = Recipe.read(path)
     ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
@@ -85,15 +90,14 @@ def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
 
 
 def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bool = False) -> Finished:
-    """Runs all steps.
+    """Run all steps of a recipe.
 
     Args:
-        work: folder for their outputs; None for the recipe's name, in the current folder.
-        restart: whether steps that were interrupted begin from scratch; those that are done are kept.
+        work: folder for the outputs; None for a folder with the recipe's name in the current directory.
+        restart: restart interrupted steps from scratch; completed steps are kept.
 
     Raises:
-        SurgeryError: the recipe is wrong (before anything runs), another process is at work in the folder, or a step's
-            own.
+        SurgeryError: the recipe is invalid (before any step runs), another process uses the folder, or a step fails.
     """
     recipe, ready = checked_recipe(path)
     work = work or Path(recipe.name)
@@ -107,7 +111,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
         for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
             if processes.is_main:
                 progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
-            # Each step's report states the seconds of its own phases.
+            # A fresh progress: each step's report states the seconds of its own phases.
             with progress.at(f"step {number} of {len(recipe.steps)}"):
                 action.do(work / step.name, finished, progress.fresh(), processes)
     return finished
@@ -222,7 +226,7 @@ def _heal(step: Step, where: str) -> Action:
 
         request = request_for(out, finished)
         dry_run = plan_healing(request)
-        finished.checkpoints[step.name] = Path(request.student)  # of the same shapes
+        finished.checkpoints[step.name] = Path(request.student)  # the result has the same shapes
         tokens = dry_run.estimate["tokens"]
         return Expected(
             seconds=dry_run.work["estimated_seconds"],
@@ -254,7 +258,7 @@ def _on_gpu(device: str) -> bool:
 
 
 def _measure(value: Any, where: str) -> dict[str, Any] | None:
-    """Evaluation settings of a healing: its own for true, none at all for false."""
+    """Return the evaluation settings of a healing: the defaults for true, None (no evaluation) for false."""
     from surgery.evaluation.settings import EvalSettings
 
     if isinstance(value, bool):
@@ -297,13 +301,13 @@ def _step(path: Path, number: int, entry: Any) -> Step:
 
 
 def _check_plain(name: str, where: str) -> None:
-    """Raises SurgeryError for a name of outputs that would leave their folder, or be hidden in it."""
+    """Raise SurgeryError for an output name that is hidden or leaves the work folder."""
     if Path(name).name != name or name.startswith(".") or not name:
         raise SurgeryError(f"{where}: name {name!r} must be a plain file name")
 
 
 def _row(text: str, finished: Finished) -> str:
-    """A row of an evaluation: ``name=checkpoint``, or a step's name for both."""
+    """Resolve a row of an evaluation, ``name=checkpoint`` or a step's name for both."""
     name, sign, checkpoint = str(text).partition("=")
     if not sign:
         name = checkpoint = str(text)
@@ -312,10 +316,10 @@ def _row(text: str, finished: Finished) -> str:
 
 
 def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
-    """Return whether a pattern of that source with those settings exists.
+    """Return whether the pattern file exists for this source and these settings.
 
     Raises:
-        SurgeryError: there is one of others.
+        SurgeryError: it exists for another model or other settings.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.heads.pattern import HeadPattern

@@ -1,4 +1,4 @@
-"""Step of a recipe, and the results that steps pass on to later ones."""
+"""Steps of a recipe, and their results, which later steps use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the command, and its settings by name."""
+    """Step of a recipe: a command and its settings by name."""
 
     verb: str
     name: str
@@ -25,9 +25,9 @@ class Step:
 
 @dataclass
 class Finished:
-    """Results of a recipe: checkpoints, patterns and plans by step, and the last report with its files.
+    """Results of a recipe: paths of checkpoints, patterns and plans by step, and the last report with its files.
 
-    ``restart`` is of `surgery.workflow.recipe.run_recipe`.
+    ``restart`` is the argument of `surgery.workflow.recipe.run_recipe`.
     """
 
     checkpoints: dict[str, Path] = field(default_factory=dict)
@@ -40,12 +40,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Expected:
-    """Forecast of a step, from the dry run of its command; None where that gives no figure. Sizes in bytes.
+    """Forecast of a step from the dry run of its command. Sizes are in bytes; None is unknown.
 
     Attributes:
-        host, device: memory at the most, of the machine and of its accelerator.
-        disk, temporary: what is written, and what is gone in the end.
-        told: what stands in the place of numbers, or next to them.
+        host, device: peak memory of the machine and of its accelerator.
+        disk, temporary: bytes of the output and of temporary files.
+        told: text next to the numbers, or in their place.
     """
 
     seconds: float | None = None
@@ -58,12 +58,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Action:
-    """A step whose settings were checked.
+    """Executable step with checked settings.
 
     Attributes:
-        do: does it.
-        forecast: says what it would take. It is given the output's place, what the steps before are expected to make,
-            to which it adds its own, and a folder that it may make for that. None: the command has no dry run.
+        do: runs the step.
+        forecast: runs the command's dry run. Its arguments are the output path, the expected results of earlier steps,
+            to which it adds its own, and a folder that it may create for an outline. None: the command has no dry run.
     """
 
     do: Callable[[Path, Finished, Progress, Processes], None]
@@ -71,10 +71,10 @@ class Action:
 
 
 def pop_required(settings: dict[str, Any], name: str, where: str) -> Any:
-    """Takes a setting out of others.
+    """Remove a setting from ``settings`` and return it.
 
     Raises:
-        SurgeryError: it is missing.
+        SurgeryError: the setting is missing.
     """
     try:
         return settings.pop(name)
@@ -83,7 +83,7 @@ def pop_required(settings: dict[str, Any], name: str, where: str) -> Any:
 
 
 def checkpoint_of(name: str, finished: Finished) -> str:
-    """A checkpoint's path or hub id: of an earlier step, of the demo model, or as it is given."""
+    """Resolve the name of an earlier step or a named model to a path; return other paths and hub ids unchanged."""
     from surgery.checkpoint.named_models import model_named
 
     return str(finished.checkpoints[name]) if name in finished.checkpoints else model_named(name)
