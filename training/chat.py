@@ -26,7 +26,7 @@ class ChatEncoder:
     """Encoder of conversation records to token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises SurgeryError: the tokenizer has no chat template."""
+        """Wrap a tokenizer. Raises SurgeryError if it has no chat template."""
         try:
             tokenizer.get_chat_template()
         except ValueError:

@@ -301,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = error.code if isinstance(error, Interrupted) else 1
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of tokenizers is no Exception
+    except BaseException as error:  # a panic of tokenizers does not derive from Exception
         if (line := fault_message(error)) is None:
             raise
         print(f"surgery: {line}", file=sys.stderr)

@@ -59,8 +59,8 @@ class RowShape:
     def row(self, pieces: Sequence[Sequence[int]]) -> TrainingRow:
         """Build a row from documents, or pieces of documents, that together have `room` tokens."""
         tokens = [] if self.bos is None else [self.bos]
-        # A label at index 0 is never used, so after a bos the first piece is predicted whole; a later piece's first
-        # token follows another document.
+        # Index 0 has no predecessor. After a bos the first piece is predicted whole; later pieces follow another
+        # document.
         firsts = {0}
         documents = [0] * len(tokens)
         for number, piece in enumerate(pieces):
@@ -110,9 +110,8 @@ class PackedSequences:
     """Packed rows of tokenized documents, reshuffled every epoch. See `Sequences`.
 
     Attributes:
-        held_out: rows of documents that no other row has, always the same for equal data and length, without planted
-            facts.
-        rows: rows of an epoch.
+        held_out: rows of documents that are not trained on, equal for equal data and length, without planted facts.
+        rows: number of rows of an epoch.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Inspection of a checkpoint and of its possible conversions, before any of them."""
+"""Inspection of a checkpoint and its possible conversions, and verification of a converted one."""

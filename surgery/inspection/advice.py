@@ -1,9 +1,7 @@
 """Recommended conversions before any calibration: the best quality, the smallest cache, and one for each engine.
 
 KV bytes and engine support are computed for this checkpoint. The ranking by quality is not: it is that of SmolLM2-135M
-(docs/results.md). At a quarter of the bytes its loss increased by 0.0002 nats in low rank with chosen bits and by
-0.2522 in low rank alone; a plain 4-bit cache (a third of the bytes) increased it by 0.0118. MLA and fewer heads lost
-more, which healing recovers. ``surgery plan`` measures the checkpoint itself.
+(docs/results.md). ``surgery plan`` measures the checkpoint itself.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class PlanSettings(ConversionSettings):
         return parse_tokens(self.context)
 
     def allows(self, name: str) -> bool:
-        """Return whether a structure, or bits, may be chosen."""
+        """Return whether ``allow`` includes a structure, `BITS` or `ENGINE`; an empty ``allow`` includes all."""
         return not self.allow or name in self.allow
 
     @property
