@@ -78,18 +78,22 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
     changed = 0
     for layer in decoder_of(student).layers:
         attention = getattr(layer, "self_attn", None)
-        bundles = _stock(attention, factors_by_id) if hasattr(attention, "kv_a_proj_with_mqa") else _own(attention)
+        bundles = (
+            _stock_bundles(attention, factors_by_id)
+            if hasattr(attention, "kv_a_proj_with_mqa")
+            else _custom_bundles(attention)
+        )
         changed += sum(bundle.rescale() for bundle in bundles if bundle.trains)
     return changed
 
 
-def _own(attention: nn.Module | None) -> Iterator[_Bundle]:
+def _custom_bundles(attention: nn.Module | None) -> Iterator[_Bundle]:
     blocks = getattr(attention, "latent_slices", ())
     for block, readers in zip(blocks, attention.latent_readers() if blocks else (), strict=False):
         yield _Bundle([each[block] for each in _parameters(attention.kv_down)], readers)
 
 
-def _stock(attention: nn.Module, factors_by_id: Mapping[int, Tensor]) -> Iterator[_Bundle]:
+def _stock_bundles(attention: nn.Module, factors_by_id: Mapping[int, Tensor]) -> Iterator[_Bundle]:
     """Yield the bundles of stock MLA: latents under a neutral norm, and interleaved rotary pairs.
 
     A neutral norm shows in `factors_by_id`: it has multipliers for the down-projection. Rows that never move (factor 0)

@@ -80,7 +80,7 @@ class Checkpoints:
         self._on_main(lambda: self._finish(partial, path, state), path)
         if name is None:
             self.last_good = path
-            self._on_main(self._forget, self.folder)
+            self._on_main(self._remove_oldest, self.folder)
         return path
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -117,11 +117,11 @@ class Checkpoints:
     def _load_trained(self, models: list, folder: str) -> None:
         """Load hook of accelerate: read the trainable weights."""
         model = models.pop()
-        tensors, mine = load_file(Path(folder, WEIGHTS)), _training_parameters(self._accelerator, model)
-        if tensors.keys() != mine.keys() or any(tensors[name].shape != mine[name].shape for name in tensors):
+        tensors, expected = load_file(Path(folder, WEIGHTS)), _training_parameters(self._accelerator, model)
+        if tensors.keys() != expected.keys() or any(tensors[name].shape != expected[name].shape for name in tensors):
             raise ValueError("it has other trained parameters than this run")
         with torch.no_grad():
-            for name, parameter in mine.items():
+            for name, parameter in expected.items():
                 parameter.copy_(tensors[name])
 
     def _finish(self, partial: Path, path: Path, state: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ class Checkpoints:
         os.rename(partial, path)
         sync_folder(path.parent)
 
-    def _forget(self) -> None:
+    def _remove_oldest(self) -> None:
         for path in sorted(self.folder.glob(f"{PREFIX}*[0-9]"))[: -self._keep_last]:
             remove_owned(path, _is_of_state)
 

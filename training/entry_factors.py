@@ -151,9 +151,9 @@ class EntryFactors:
     def after_step(self) -> None:
         """Multiply the optimizer's update, which includes momentum and weight decay."""
         for (parameter, factors), before in zip(self._entries, self._before, strict=True):
-            mine = _local(parameter)
-            mine.copy_(
-                torch.where(factors == 0, before, torch.where(factors == 1, mine, before + factors * (mine - before)))
+            after = _local(parameter)
+            after.copy_(
+                torch.where(factors == 0, before, torch.where(factors == 1, after, before + factors * (after - before)))
             )
         self._before = []
 
@@ -162,17 +162,17 @@ def _rule(rule: Any, where: str) -> tuple[Any, int, float]:
     """Parse a rule to its indices, the dimension that they index, and the factor."""
     if not isinstance(rule, dict):
         return rule, 0, 0.0
-    factor, ways = rule.get("factor", 0.0), {"rows", "columns"} & set(rule)
+    factor, axes = rule.get("factor", 0.0), {"rows", "columns"} & set(rule)
     if (
-        len(ways) > 1
-        or set(rule) - ways - {"factor"}
+        len(axes) > 1
+        or set(rule) - axes - {"factor"}
         or isinstance(factor, bool)
         or not isinstance(factor, int | float)
     ):
         raise SurgeryError(f"{where}: a rule has `rows` or `columns` and a number `factor`, not {rule!r}")
     if not 0 <= factor < math.inf:
         raise SurgeryError(f"{where}: a factor is a finite number, 0 or above, not {factor!r}")
-    return next((rule[way] for way in ways), True), -1 if "columns" in ways else 0, float(factor)
+    return next((rule[axis] for axis in axes), True), -1 if "columns" in axes else 0, float(factor)
 
 
 def _index(rows: Any, tensor: Tensor, along: int, where: str) -> Any:

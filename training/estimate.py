@@ -190,11 +190,11 @@ def _width(matrix: torch.Tensor, model: PreTrainedModel) -> int:
 def _flops_per_token(student: PreTrainedModel, teacher: PreTrainedModel | None, settings: HealSettings) -> int:
     """Count the FLOPs of a token: forward and backward pass of the student, forward pass of the teacher."""
     passes = 3 if settings.gradient_checkpointing else 2
-    flops = 2 * (passes * _passed(student) + _passed(student, trained=True))
-    return flops + (0 if teacher is None else 2 * _passed(teacher))
+    flops = 2 * (passes * _active_parameters(student) + _active_parameters(student, trained=True))
+    return flops + (0 if teacher is None else 2 * _active_parameters(teacher))
 
 
-def _passed(model: PreTrainedModel, *, trained: bool = False) -> int:
+def _active_parameters(model: PreTrainedModel, *, trained: bool = False) -> int:
     """Count the active matrix parameters of a token in layers and head; with ``trained`` only the trainable ones."""
     share = share_of_experts(model.config)
     matrices = [*_matrices(decoder_of(model).layers), model.get_output_embeddings().weight]

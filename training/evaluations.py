@@ -75,7 +75,7 @@ class Evaluations:
         self.settings = {task.name: task.settings() for task in self._tasks}
         self._session = Session(
             tokenizer,
-            _Alike() if sharded else processes,
+            _Lockstep() if sharded else processes,
             Progress(silent=True),
             batch_size=settings.batch_size,
             seed=SEED,
@@ -140,7 +140,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
         np.random.set_state(others)
 
 
-class _Alike(Processes):
+class _Lockstep(Processes):
     """Processes that each do all of the work, in lockstep."""
 
     def __init__(self) -> None:

@@ -94,7 +94,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         for number in SIGNALS:
             try:
-                self._before[number] = signal.signal(number, self._take)
+                self._before[number] = signal.signal(number, self._handle)
             except ValueError:  # only the main thread may set handlers; elsewhere the caller has to stop the run
                 break
         return self
@@ -104,7 +104,7 @@ class StopRequest:
             signal.signal(number, handler)
         self._before = {}
 
-    def _take(self, number: int, _frame: object) -> None:
+    def _handle(self, number: int, _frame: object) -> None:
         self.signal = number
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -103,7 +103,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")
     with ExitStack() as alone:
-        processes.from_main(lambda: _make(run, alone, anew=not settings.resume))
+        processes.from_main(lambda: _create_run_folder(run, alone, anew=not settings.resume))
         # The tracker starts before the models load, so that it fails early.
         log = _open_log(settings, accelerator, run, processes, progress)
         alone.callback(log.close)
@@ -158,7 +158,7 @@ class _Run:
                 processes=processes,
                 progress=progress,
             )
-        factors = self._choose(student, teacher, factors)
+        factors = self._set_trainable(student, teacher, factors)
         counts = {
             "trained": sum(each.numel() for each in student.parameters() if each.requires_grad),
             "all": sum(each.numel() for each in student.parameters()),
@@ -187,7 +187,7 @@ class _Run:
                 keeps_best=any(entry.quantizes for entry in entries_of(student.config.get_text_config())),
             )
         )
-        self._loop(loop, counts)
+        self._run_loop(loop, counts)
         facts = {
             **_versions(),
             "settings": settings.to_dict(),
@@ -232,7 +232,7 @@ class _Run:
         limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
         return Evaluations(self.settings, tokenizer, limit, self.processes, sharded=self.sharded)
 
-    def _choose(
+    def _set_trainable(
         self, student: PreTrainedModel, teacher: PreTrainedModel | None, factors: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Set the trainable parameters; return the entry factors by the names of trainable parameters."""
@@ -246,7 +246,7 @@ class _Run:
             self.progress.note(f"{balanced:,} latents rescaled, so that entries on both their sides have one size")
         return factors
 
-    def _loop(self, loop: Loop, counts: dict[str, int]) -> None:
+    def _run_loop(self, loop: Loop, counts: dict[str, int]) -> None:
         """Run the loop, from the last checkpoint if `resume` is set and there is one."""
         settings, processes, trained, total = self.settings, self.processes, counts["trained"], counts["all"]
         self.log.write(
@@ -338,7 +338,7 @@ def _open_log(
     return RunLog(run / LOG, writes=processes.is_main, tracker=started[0] if started else None)
 
 
-def _make(run: Path, alone: ExitStack, *, anew: bool) -> None:
+def _create_run_folder(run: Path, alone: ExitStack, *, anew: bool) -> None:
     WorkFolder(run, lambda: matching(RUN_FILES), PROOF).open()
     with disk_errors(run):
         # The lock also guards against a training that outlives its killed `surgery heal` and still saves its state.

@@ -152,11 +152,11 @@ class Loop:
                 self._evaluate()
             while True:
                 batches, numbers = self._next_batches()
-                predicted, seconds, signal = self._shared(batches, stop)
+                predicted, seconds, signal = self._synchronized(batches, stop)
                 if signal:
                     self._interrupt(signal, stop)
                 self.at.seconds = seconds
-                self.ended = self.ended or self._over()
+                self.ended = self.ended or self._reached_limit()
                 if self.ended:
                     break
                 self._step(batches, numbers, predicted)
@@ -169,16 +169,16 @@ class Loop:
 
     def _next_batches(self) -> tuple[list, list[list[int]]]:
         settings = self._t.settings
-        mine = dealt(self.at.step, self._batch, self._rank, self._processes)
-        numbers = [mine[first : first + settings.batch_size] for first in range(0, len(mine), settings.batch_size)]
-        return [collate([self._t.sequences.sequence(number) for number in some]) for some in numbers], numbers
+        own = dealt(self.at.step, self._batch, self._rank, self._processes)
+        numbers = [own[first : first + settings.batch_size] for first in range(0, len(own), settings.batch_size)]
+        return [collate([self._t.sequences.sequence(number) for number in batch]) for batch in numbers], numbers
 
-    def _shared(self, batches: list, stop: StopRequest) -> tuple[int, float, int]:
+    def _synchronized(self, batches: list, stop: StopRequest) -> tuple[int, float, int]:
         """Return values that all processes share: predicting positions, rank 0's clock, and a received signal or 0."""
-        mine = [float(sum(batch.predicted for batch in batches)), 0.0, float(stop.signal)]
+        values = [float(sum(batch.predicted for batch in batches)), 0.0, float(stop.signal)]
         if self._t.accelerator.is_main_process:
-            mine[1] = time.monotonic() - self._began
-        predicted, seconds, signals = summed(self._t.accelerator, mine)
+            values[1] = time.monotonic() - self._began
+        predicted, seconds, signals = summed(self._t.accelerator, values)
         # Several processes may have received a signal: the sum only says whether there was one.
         return round(predicted), seconds, (stop.signal or 15) if signals else 0
 
@@ -192,7 +192,7 @@ class Loop:
             drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
         t.factors.before_step()
         norm = t.accelerator.clip_grad_norm_(self._parameters, t.settings.clip or math.inf)
-        *values, norm = _read([*sums.values(), 0.0 if norm is None else norm])
+        *values, norm = _to_floats([*sums.values(), 0.0 if norm is None else norm])
         losses = dict(zip(sums, (value / self._averaged for value in summed(t.accelerator, values)), strict=True))
         guard = self._guard(share)
         # The fp16 loss scaler finds its scale by overflowing gradients, and skips these steps itself.
@@ -348,7 +348,7 @@ class Loop:
         self._began += spent
         self.at.measuring_seconds += spent
 
-    def _over(self) -> str:
+    def _reached_limit(self) -> str:
         at, settings = self.at, self._t.settings
         limits = (
             ("max_steps", at.step, settings.max_steps),
@@ -396,7 +396,7 @@ class Loop:
         t.progress.note(f"{self.ended}: {at.step} steps, {count(at.tokens)} tokens in {duration(at.seconds)}")
 
 
-def _read(values: Sequence[Tensor | float]) -> list[float]:
+def _to_floats(values: Sequence[Tensor | float]) -> list[float]:
     """Return scalars as floats, with one transfer (a synchronization) for those on a device."""
     whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
     tensors = [value.double() for value in whole if isinstance(value, Tensor)]

@@ -49,10 +49,10 @@ def set_dtypes(model: nn.Module, computed: torch.dtype) -> None:
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return unsharded copies of the trainable parameters on the CPU; every process of a sharded model must call it."""
-    return {name: _whole(each).cpu().clone() for name, each in model.named_parameters() if each.requires_grad}
+    return {name: _gathered(each).cpu().clone() for name, each in model.named_parameters() if each.requires_grad}
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
+def _gathered(parameter: nn.Parameter) -> Tensor:
     """Gather a parameter that FSDP2 or ZeRO-3 shards."""
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_full_fp32_param
@@ -87,7 +87,7 @@ def write_healed(
     if settings.train == "lora":
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha, settings.lora_modules)
-        _fill(model, trained)
+        _copy_trained(model, trained)
         if not reader.stored_names:  # in a vision-language model the adapter's module names would not match
             with disk_errors(folder):
                 adapted.save_pretrained(folder / ADAPTER)
@@ -95,17 +95,17 @@ def write_healed(
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])
     else:
-        _fill(model, trained)
+        _copy_trained(model, trained)
     with disk_errors(folder):
         if reader.stored_names:
-            _write_in_its_place(model, reader, folder)
+            _write_multimodal(model, reader, folder)
         else:
             model.save_pretrained(folder, safe_serialization=True)
         _copy_rest(carried, folder)
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
+def _copy_trained(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     for name, tensor in trained.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
@@ -113,7 +113,7 @@ def _fill(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
         parameters[name].copy_(tensor)
 
 
-def _write_in_its_place(model: nn.Module, reader: CheckpointReader, folder: Path) -> None:
+def _write_multimodal(model: nn.Module, reader: CheckpointReader, folder: Path) -> None:
     """Write the weight files of a vision-language model with the healed language model; other tensors are unchanged."""
     state = model.state_dict()
     now = {stored: state[name] for name, stored in reader.stored_names.items()}

@@ -63,10 +63,10 @@ class NestedRanks:
         Every share is equally likely. Half of the steps draw one share for all blocks, as slices have, and yield it.
         The others draw one per block, as in the paper, and yield None.
         """
-        alike, which = _numbers(2, self._seed, step)
-        share = self._share(which) if alike < ALIKE else None
-        apart = [_numbers(len(blocks), self._seed, step, layer) for layer, blocks in enumerate(self._blocks)]
-        with self._cut(lambda layer, block: self._share(apart[layer][block]) if share is None else share):
+        alike, draw = _random_numbers(2, self._seed, step)
+        share = self._share(draw) if alike < ALIKE else None
+        draws = [_random_numbers(len(blocks), self._seed, step, layer) for layer, blocks in enumerate(self._blocks)]
+        with self._cut(lambda layer, block: self._share(draws[layer][block]) if share is None else share):
             yield share
 
     @contextmanager
@@ -126,7 +126,7 @@ def _masked(down: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return output * getattr(down, MASK).to(output.dtype)
 
 
-def _numbers(count: int, *key: int) -> list[float]:
+def _random_numbers(count: int, *key: int) -> list[float]:
     """Return pseudorandom numbers in [0, 1) from a key, as text, which Python hashes alike in every version."""
     source = random.Random("/".join(map(str, key)))
     return [source.random() for _ in range(count)]

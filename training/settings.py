@@ -282,7 +282,7 @@ class HealSettings(FileSettings):
             raise SurgeryError(
                 "length must be at least 2: a token can only be predicted from one before it", setting="length"
             )
-        self._check_together()
+        self._check_combinations()
         self._check_objective()
 
     def weights(self) -> ObjectiveWeights:
@@ -302,7 +302,7 @@ class HealSettings(FileSettings):
         """Return whether there is a teacher, or its logits, to distill from."""
         return self.teacher is not None or self.teacher_logits is not None
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         self._check_removed()
         endless = self.max_tokens is self.max_steps is None
         measured = self.held_out and self.eval_every is not None

@@ -142,8 +142,8 @@ def encode_texts(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> It
     """Tokenize texts, each ended by the tokenizer's eos if it has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     count = 1
-    while some := list(islice(texts, count)):
-        for ids in tokenizer(some, add_special_tokens=False, verbose=False).input_ids:
+    while batch := list(islice(texts, count)):
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False).input_ids:
             yield ids + end
         count = min(2 * count, TOKENIZED_AT_ONCE)
 

@@ -153,9 +153,9 @@ class TeacherLogits:
         for numbers in missing[processes.rank :: processes.count]:
             pieces = []
             for start in range(numbers.start, numbers.stop, batch):
-                some = range(start, min(start + batch, numbers.stop))
-                pieces.append(self._top_of(states(some)))
-                advance(len(some))
+                batch_numbers = range(start, min(start + batch, numbers.stop))
+                pieces.append(self._top_of(states(batch_numbers)))
+                advance(len(batch_numbers))
             tensors = _joined(pieces, torch.cat).map(Tensor.contiguous).tensors()
             with written_whole(self._path(numbers.start // self._rows)) as part:
                 part.write_bytes(save(tensors))

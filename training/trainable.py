@@ -99,7 +99,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[st
     if not targets:
         raise SurgeryError("nothing would train: the attentions have no linear modules; name some in lora_modules")
     # A list of names would also match names that end in them; a regular expression matches whole names.
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_exactly(targets)))
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_name_pattern(targets)))
 
 
 def in_attention(name: str) -> bool:
@@ -125,7 +125,7 @@ def _chosen(name: str, parameter: Tensor, train: str, teacher: Mapping[str, Sequ
     return list((teacher or {}).get(name, ())) != list(parameter.shape)
 
 
-def _exactly(names: Sequence[str]) -> str:
+def _name_pattern(names: Sequence[str]) -> str:
     return "|".join(re.escape(name) for name in names)
 
 

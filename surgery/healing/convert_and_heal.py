@@ -80,8 +80,8 @@ def convert_and_heal(
             "--heal trains in a process of its own: leave the launcher out, or convert and call surgery heal --launcher"
         )
     progress = progress or Progress(silent=True)
-    out = _place(request)
-    healing = _healing(request, out, budget, measure)
+    out = _output_path(request)
+    healing = _healing_request(request, out, budget, measure)
     with TemporaryFolder("outline") as folder:
         _check_healable(request, healing, Path(folder, CONVERTED))
     work = work_folder_of(healing.out)
@@ -106,7 +106,7 @@ def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[
     Raises:
         SurgeryError: the conversion or the healing is impossible.
     """
-    healing = _healing(request, _place(request), budget, None)
+    healing = _healing_request(request, _output_path(request), budget, None)
     with TemporaryFolder("outline") as folder:
         outline = Path(folder, CONVERTED)
         options = {"overwrite": request.overwrite, "allow_pickle": request.allow_pickle}
@@ -115,14 +115,14 @@ def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[
         return conversion, plan_healing(replace(healing, student=str(outline))) if outline.exists() else None
 
 
-def _place(request: ConversionRequest) -> Path:
+def _output_path(request: ConversionRequest) -> Path:
     out = Path(request.out) if request.out else None
     return target_of(request.settings).check_places(
         str(request.source), out, request.settings, overwrite=request.overwrite
     )
 
 
-def _healing(
+def _healing_request(
     request: ConversionRequest,
     out: Path,
     budget: Mapping[str, float],

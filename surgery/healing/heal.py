@@ -158,7 +158,7 @@ def _healed(
     healing = {
         "command": request.command,
         **{name: facts[name] for name in KEPT},
-        "settings": _but_places(facts["settings"]),
+        "settings": _without_paths(facts["settings"]),
         "verification": {
             "cached_decode_difference": verification.cache_difference,
             "kv_bytes_per_token": verification.kv_bytes_per_token,
@@ -283,7 +283,7 @@ def healed_already(request: HealRequest) -> bool:
         same = same and recorded["processes"] == count_processes(request.processes, request.launcher)
         values = plain(expected.with_batches(recorded["processes"]).to_dict())
         settings = plain(HealSettings().to_dict()) | recorded["settings"]
-        same = same and _but_places({name: settings[name] for name in values}) == _but_places(values)
+        same = same and _without_paths({name: settings[name] for name in values}) == _without_paths(values)
     except (OSError, ValueError, KeyError):
         same = False
     if not same:
@@ -291,7 +291,7 @@ def healed_already(request: HealRequest) -> bool:
     return True
 
 
-def _but_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings without paths and `overwrite`."""
     return {name: value for name, value in settings.items() if name not in PLACES}
 

@@ -27,7 +27,7 @@ def find_source(converted: CheckpointReader) -> Path:
     if not sources:
         raise SurgeryError.at(converted.path, "no report says what it was made from; name a teacher")
     for source in reversed(sources):
-        for place in _places(converted.source, source):
+        for place in _candidate_paths(converted.source, source):
             if CheckpointReader.open(place).fingerprint() == source["sha256"]:
                 return place
     origins = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
@@ -45,7 +45,7 @@ def _reports(folder: Path) -> Iterator[dict[str, Any]]:
         report = report.get("previous")
 
 
-def _places(converted: Path, source: dict[str, Any]) -> Iterator[Path]:
+def _candidate_paths(converted: Path, source: dict[str, Any]) -> Iterator[Path]:
     """Yield existing paths of a source's name, and its download from the hub."""
     name, shipped = source["path"], demo_model()
     candidates = [converted.absolute().parent / name, Path(name).absolute()]

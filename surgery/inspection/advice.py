@@ -25,21 +25,21 @@ def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]
         "quality" and "smallest": a row each; "engines": a row for each engine that loads one, by test or by its own
         check. Empty if no target applies. Rows with a caution are left out, except from ``smallest``.
     """
-    can = [row for row in targets if row["applies"] and not row["caution"]]
-    if not can:
+    applicable = [row for row in targets if row["applies"] and not row["caution"]]
+    if not applicable:
         return {}
-    order = places()
-    least = [*can, *(row for row in smallest if row["applies"])]
+    ranks = places()
+    all_sizes = [*applicable, *(row for row in smallest if row["applies"])]
     # In the order of the targets, caches that engines read directly precede those that are rebuilt at every step.
-    names = [row["to"] for row in can]
+    names = [row["to"] for row in applicable]
     engines = {}
-    for name in can[0]["engines"]:
-        taking = [row for row in reversed(can) if loads(row["engines"][name])]
-        if taking and name != SELF:
-            engines[name] = min(taking, key=lambda row: (names.index(row["to"]), name not in row["command"]))
+    for name in applicable[0]["engines"]:
+        loadable = [row for row in reversed(applicable) if loads(row["engines"][name])]
+        if loadable and name != SELF:
+            engines[name] = min(loadable, key=lambda row: (names.index(row["to"]), name not in row["command"]))
     return {
-        "quality": min(can, key=lambda row: order.get(row["command"], len(order))),
+        "quality": min(applicable, key=lambda row: ranks.get(row["command"], len(ranks))),
         # At the longest context, where a full-precision window matters little.
-        "smallest": min(least, key=lambda row: list(row["kv_ratio_at"].values())[-1]),
+        "smallest": min(all_sizes, key=lambda row: list(row["kv_ratio_at"].values())[-1]),
         "engines": engines,
     }

@@ -53,7 +53,7 @@ class Sized:
     @property
     def name(self) -> str:
         """Name: the options of ``surgery convert``."""
-        return _named(self.target, self.asked)
+        return _options_of(self.target, self.asked)
 
     @property
     def to(self) -> str:
@@ -125,7 +125,7 @@ class Candidates:
     def _allowed(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
         """Yield the allowed candidates with their settings."""
         for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
-            yield target, {**candidate.settings, **self._own_of(target)}, candidate
+            yield target, {**candidate.settings, **self._settings_for(target)}, candidate
 
     def sized(
         self, target: Target, overrides: dict[str, Any], share: float | None, *, record: bool = True
@@ -137,7 +137,9 @@ class Candidates:
             record: whether to record the reason of a refusal in :attr:`refused`.
         """
         try:
-            result = self._made(target, overrides) if share is None else self._fitting(target, overrides, share)
+            result = (
+                self._create(target, overrides) if share is None else self._largest_within(target, overrides, share)
+            )
             if result is None:
                 return None
             if self._work is None:
@@ -148,15 +150,15 @@ class Candidates:
             return replace(result, config=config, kv_bytes=held_bytes(config, self._opened, self._settings))
         except SurgeryError as error:
             if record:
-                self.refused[_named(target, overrides)] = str(error)
+                self.refused[_options_of(target, overrides)] = str(error)
             return None
 
-    def _fitting(self, target: Target, overrides: dict[str, Any], share: float) -> Sized | None:
+    def _largest_within(self, target: Target, overrides: dict[str, Any], share: float) -> Sized | None:
         """Search for the largest size within a share."""
         ratio, best, before = share, None, None
         for _ in range(ATTEMPTS):
             try:
-                sized = self._made(target, {"kv_ratio": round(ratio, 4), **overrides})
+                sized = self._create(target, {"kv_ratio": round(ratio, 4), **overrides})
             except SurgeryError:
                 if best is None:
                     raise
@@ -177,7 +179,7 @@ class Candidates:
             ratio = min(max(ratio + (aim - ratio_of_source) / slope if slope > 0 else ratio / 2, LEAST_RATIO), 0.99)
         return best
 
-    def _made(self, target: Target, overrides: dict[str, Any]) -> Sized:
+    def _create(self, target: Target, overrides: dict[str, Any]) -> Sized:
         structure = structure_of(target, overrides, self._opened, self._settings, self._progress)
         forecast = structure.forecast()
         config = forecast.config
@@ -187,7 +189,7 @@ class Candidates:
         engines = forecast.engines_of(self._opened.reader, config)
         return Sized(target, overrides, structure.settings, structure, config, num_bytes, engines)
 
-    def _own_of(self, target: Target) -> dict[str, Any]:
+    def _settings_for(self, target: Target) -> dict[str, Any]:
         """Return the plan's settings that this target takes: the engine, and the heads with the context at which bytes
         are counted."""
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
@@ -235,10 +237,10 @@ def held_bytes(config: dict[str, Any], opened: Source, settings: PlanSettings) -
     return kv_bytes_of(config, opened.weight_dtype)(settings.tokens, settings.batch)
 
 
-def _named(target: Target, overrides: dict[str, Any]) -> str:
-    flags = " ".join(f"--{name.replace('_', '-')} {_short(value)}" for name, value in overrides.items())
+def _options_of(target: Target, overrides: dict[str, Any]) -> str:
+    flags = " ".join(f"--{name.replace('_', '-')} {_format_value(value)}" for name, value in overrides.items())
     return f"--to {target.name} {flags}".strip()
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

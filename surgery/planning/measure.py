@@ -113,7 +113,7 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
     """
     opened, stream, batch = work.opened, work.opened.stream, work.settings.batch_size
     rows = [None, *candidates]  # None is the source
-    loop = _loop(candidates, held_out)
+    loop = _snapshot_name(candidates, held_out)
     state = work.snapshots.last(loop, Scored) or {}
     scored = state.get("scored")
     if scored is None:
@@ -123,14 +123,14 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
             first = state.get("layer", 0)
             advance(first)
             for index in range(first, opened.layers):
-                ways = [
+                runs = [
                     (0 if number and rows[number].leaves(index) else number, place)
                     for number, place in enumerate(places)
                 ]
-                apart = list(dict.fromkeys(ways))
-                remaining, following = Counter(place for _, place in apart), {}
+                distinct = list(dict.fromkeys(runs))
+                remaining, outputs = Counter(place for _, place in distinct), {}
                 with stream.layer(index) as layer:
-                    for number, place in sorted(apart):
+                    for number, place in sorted(distinct):
                         remaining[place] -= 1
                         hidden = states[place].clone() if remaining[place] else states.pop(place)
                         attention, group = None, range(index, index + 1)
@@ -142,10 +142,10 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
                             hidden = stream.run_layer(layer, hidden, batch, attention)
                         elif index == group.start:  # runs all layers of the group
                             hidden = rows[number].pass_group(work, group, hidden)
-                        following[apart.index((number, place))] = hidden
-                places, states = [apart.index(way) for way in ways], following
-                now = {"places": places, "states": states, "layer": index + 1}
-                work.snapshots.take(loop, lambda now=now: now)
+                        outputs[distinct.index((number, place))] = hidden
+                places, states = [distinct.index(run) for run in runs], outputs
+                snapshot = {"places": places, "states": states, "layer": index + 1}
+                work.snapshots.take(loop, lambda snapshot=snapshot: snapshot)
                 advance()
         losses = {place: _token_losses(work, held_out, hidden) for place, hidden in states.items()}
         source = losses[places[0]]
@@ -155,7 +155,7 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
     return Carried(scored[0], scored[1:])
 
 
-def _loop(candidates: Sequence[Weighed], held_out: HeldOut) -> str:
+def _snapshot_name(candidates: Sequence[Weighed], held_out: HeldOut) -> str:
     """Return the snapshot name of a simulation, a hash of candidates and text."""
     names = json.dumps([each.name for each in candidates]).encode()
     return f"carry-{sha256(names + as_bytes(held_out.tokens.contiguous()).numpy().tobytes()).hexdigest()[:16]}"

@@ -129,7 +129,7 @@ def make_plan(
     with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
         with progress.step(3, STEPS):
-            rounds = _weighed(candidates, work, texts.held_out, settings, share, called)
+            rounds = _measure_rounds(candidates, work, texts.held_out, settings, share, called)
     ordered = by_bytes(rounds.rows())
     source = max((source for _, source in rounds.scores), key=lambda source: len(source.losses))
     budget = {"kv_ratio": share, "max_loss": settings.max_loss, "context": settings.tokens, "batch": settings.batch}
@@ -153,7 +153,7 @@ def make_plan(
     )
 
 
-def _weighed(
+def _measure_rounds(
     candidates: Candidates,
     work: ConversionContext,
     held_out: HeldOut,
@@ -169,14 +169,14 @@ def _weighed(
     own = engine_formats(work.opened, settings, called, candidates.refused)
     entries = [*first_round(candidates, share), *own]
     if not entries:
-        raise SurgeryError(_nothing(candidates.refused))
+        raise SurgeryError(_no_candidates(candidates.refused))
     if share is not None and min(each.kv_bytes for each in entries) > share * candidates.source_bytes:
         entries += candidates.smallest()  # for the error message, which names the nearest one and its loss
 
     def to_rows(weighed: Sequence[Weighed], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, called)
 
-    rounds = Rounds(held_out, lambda some, part: measure(some, work, part), to_rows, share)
+    rounds = Rounds(held_out, lambda weighed, part: measure(weighed, work, part), to_rows, share)
     rounds.add(entries)
     rounds.add(_with_exact_layers(rounds, SHARES if share is None else [share], candidates.source_bytes))
     if share is None:
@@ -277,6 +277,6 @@ def _statistics(opened: Source, settings: PlanSettings) -> tuple[BasisOf | None,
     return basis_of, sorted(first_tokens)
 
 
-def _nothing(refused: dict[str, str]) -> str:
+def _no_candidates(refused: dict[str, str]) -> str:
     reasons = "; ".join(f"{what}: {why}" for what, why in refused.items())
     return f"no structure can be weighed for this source ({reasons or 'none is allowed'})"

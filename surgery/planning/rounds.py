@@ -56,11 +56,11 @@ class Rounds:
         """
         places = range(len(self.weighed), len(self.weighed) + len(candidates))
         self.weighed += candidates
-        self._go_on(places, self._first)
+        self._measure_on(places, self._first)
         rows = self.rows()
         behind = far_behind(rows, self._share)
         due = [place for place in places if place not in behind and (twice or rows[place].keeps_to(self._share))]
-        self._go_on(due, self._second)
+        self._measure_on(due, self._second)
 
     def on_first(self, candidates: Sequence[Weighed]) -> list[Scored]:
         """Measure candidates on the first round's text without adding them."""
@@ -68,9 +68,9 @@ class Rounds:
 
     def decide(self, max_loss: float | None) -> None:
         """Measure the contenders for the choice in the last round."""
-        self._go_on(contenders(self.rows(), self._share, max_loss), self._last)
+        self._measure_on(contenders(self.rows(), self._share, max_loss), self._last)
 
-    def _go_on(self, places: Sequence[int], part: HeldOut) -> None:
+    def _measure_on(self, places: Sequence[int], part: HeldOut) -> None:
         """Measure the candidates at these indices on a part of the text, and merge the scores."""
         if not places or not part.texts:
             return

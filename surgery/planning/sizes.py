@@ -35,15 +35,15 @@ def first_round(candidates: Candidates, share: float | None) -> list[Sized]:
 
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
     """Return the candidates that are not far behind, resized to the shares around the budget."""
-    behind, configs, candidates_found = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []
+    behind, configs, resized = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []
     near = [each for place, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and place not in behind]
     for each in near:
         for other in shares_around(share):
             sized = _resized(each, other, candidates)
             if sized and sized.config not in configs:
                 configs.append(sized.config)
-                candidates_found.append(sized)
-    return candidates_found
+                resized.append(sized)
+    return resized
 
 
 def look_for_loss(
@@ -88,15 +88,15 @@ def _curves(
     for sized, (score, source) in zip(weighed, scores, strict=True):
         if "kv_ratio" in sized.asked:
             point = (sized.kv_bytes / candidates.source_bytes, score.beyond(source).mean, sized)
-            curves.setdefault((sized.target.name, *sorted(_but_size(sized).items(), key=str)), []).append(point)
+            curves.setdefault((sized.target.name, *sorted(_without_ratio(sized).items(), key=str)), []).append(point)
     return [sorted(points, key=lambda point: point[0]) for points in curves.values()]
 
 
-def _but_size(sized: Sized) -> dict[str, Any]:
+def _without_ratio(sized: Sized) -> dict[str, Any]:
     """Return the settings without ``kv_ratio``."""
     return {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
 
 
 def _resized(sized: Sized, share: float, candidates: Candidates) -> Sized | None:
     """Resize a candidate to another share of the source's bytes; None if it is refused."""
-    return candidates.sized(sized.target, _but_size(sized), share, record=False)
+    return candidates.sized(sized.target, _without_ratio(sized), share, record=False)

@@ -55,7 +55,7 @@ class Recorded:
                 _check_probe(probe)
             if kv is not None:
                 kv = kv["measured_at_tokens"], float(kv["measured_bytes_per_token"])
-                _whole(kv[0], 1, LONGEST)
+                _check_integer(kv[0], 1, LONGEST)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SurgeryError.at(path, f"damaged ({type(error).__name__}: {error}); download it again") from None
         return cls(True, files or None, source_files, probe, kv)
@@ -63,17 +63,17 @@ class Recorded:
 
 def _check_probe(probe: dict[str, Any]) -> None:
     for token in (*probe["tokens"], *probe["ids"]):
-        _whole(token, 0, 2**40)
-    _whole(len(probe["tokens"]), 1, TOKENS)
-    _whole(len(probe["logits"]), 1, KEPT)
+        _check_integer(token, 0, 2**40)
+    _check_integer(len(probe["tokens"]), 1, TOKENS)
+    _check_integer(len(probe["logits"]), 1, KEPT)
     if probe["piece"] is not None:
-        _whole(probe["piece"], 1, TOKENS)
+        _check_integer(probe["piece"], 1, TOKENS)
     if any(type(each) not in (int, float) for each in (*probe["logits"], probe["spread"])):
         raise ValueError("logits that are no numbers")
     if probe["dtype"] not in ("float64", "float32", "bfloat16"):
         raise ValueError("no dtype that conversions run in")
 
 
-def _whole(value: Any, least: int, greatest: int) -> None:
+def _check_integer(value: Any, least: int, greatest: int) -> None:
     if type(value) is not int or not least <= value <= greatest:
         raise ValueError(f"{str(value)[:40]} is no whole number from {least} to {greatest}")

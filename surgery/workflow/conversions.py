@@ -31,12 +31,14 @@ def convert(step: Step, where: str) -> Action:
         plan = str(values.pop("plan"))
         if "to" in values:
             raise SurgeryError(f"{where}: the plan says what the attention becomes; leave to out")
-        return _make(step, source, lambda finished: _planned(plan, values, finished, where), where)
+        return _conversion_action(
+            step, source, lambda finished: _planned_settings(plan, values, finished, where), where
+        )
     try:
         target = find_target(str(values.pop("to", DEFAULT)))
     except SurgeryError as error:
         raise SurgeryError(f"{where}: {error}") from None
-    return _make(step, source, _choice_of(target, values, where), where)
+    return _conversion_action(step, source, _choice_of(target, values, where), where)
 
 
 def slice_(step: Step, where: str) -> Action:
@@ -44,7 +46,7 @@ def slice_(step: Step, where: str) -> Action:
     from surgery.structures.registry import SLICE
 
     values = dict(step.settings)
-    return _make(step, pop_required(values, "source", where), _choice_of(SLICE, values, where), where)
+    return _conversion_action(step, pop_required(values, "source", where), _choice_of(SLICE, values, where), where)
 
 
 Choice = Callable[[Finished], tuple["ConversionSettings", "Mapping[str, Any] | None"]]
@@ -59,7 +61,7 @@ def _choice_of(target: Target, values: dict[str, Any], where: str) -> Choice:
     return lambda finished: (settings, None)
 
 
-def _planned(plan: str, values: dict[str, Any], finished: Finished, where: str) -> tuple:
+def _planned_settings(plan: str, values: dict[str, Any], finished: Finished, where: str) -> tuple:
     from surgery.planning.plan_file import read_plan
 
     planned = read_plan(finished.plans.get(plan, Path(plan)))
@@ -69,7 +71,7 @@ def _planned(plan: str, values: dict[str, Any], finished: Finished, where: str) 
         raise SurgeryError(f"{where}: {error}") from None
 
 
-def _make(step: Step, source: str, choice: Choice, where: str) -> Action:
+def _conversion_action(step: Step, source: str, choice: Choice, where: str) -> Action:
     def request_for(finished: Finished) -> tuple[ConversionSettings, Mapping[str, Any] | None]:
         settings, predicted = choice(finished)
         if (pattern := finished.patterns.get(getattr(settings, "heads", None))) is not None:

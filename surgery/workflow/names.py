@@ -43,11 +43,11 @@ def check_names(path: Path, steps: Sequence[Step]) -> None:
                 try:
                     find_local(name)
                 except SurgeryError as error:
-                    raise SurgeryError(f"{where}: {_why(name, outputs, later) or error}") from None
+                    raise SurgeryError(f"{where}: {_explain(name, outputs, later) or error}") from None
         for what, settings, makers in (("pattern", PATTERNS, MAKE_PATTERNS), ("plan", PLANS, MAKE_PLANS)):
             for name in _named(step, settings):
                 if not (outputs.get(name) in makers or ((path := existing(name)) and path.is_file())):
-                    raise SurgeryError(f"{where}: {_why(name, outputs, later) or f'{name}: no such {what} file'}")
+                    raise SurgeryError(f"{where}: {_explain(name, outputs, later) or f'{name}: no such {what} file'}")
         outputs[step.name] = step.verb
 
 
@@ -65,7 +65,7 @@ def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
     return [str(name).partition("=")[2] or str(name) if step.verb == "eval" else str(name) for name in names]
 
 
-def _why(name: str, outputs: dict[str, str], later: list[str]) -> str | None:
+def _explain(name: str, outputs: dict[str, str], later: list[str]) -> str | None:
     """Explain an unresolved name by the steps of the recipe; None if it resembles none."""
     if name in later:
         return f"{name} is not made by an earlier step; move it up"

@@ -107,7 +107,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
 
     processes = Processes()
     with ExitStack() as alone:
-        processes.from_main(lambda: _begin(work, alone))
+        processes.from_main(lambda: _lock_folder(work, alone))
         for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
             if processes.is_main:
                 progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
@@ -117,7 +117,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
     return finished
 
 
-def _begin(work: Path, alone: ExitStack) -> None:
+def _lock_folder(work: Path, alone: ExitStack) -> None:
     from surgery.checkpoint.disk import disk_errors
     from surgery.checkpoint.output_place import kept_apart
 
