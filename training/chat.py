@@ -39,11 +39,8 @@ class ChatEncoder:
     def __call__(self, record: dict[str, Any], where: str) -> list[int]:
         """Return the token ids of a record's conversation; an empty list if it has no turns.
 
-        Args:
-            where: name of the record in errors.
-
         Raises:
-            SurgeryError: the record holds no conversation, or the template refuses it.
+            SurgeryError: the record, named by `where`, holds no conversation, or the template refuses it.
         """
         messages = record.get(MESSAGES)
         if not isinstance(messages, list) or not all(isinstance(turn, dict) and "role" in turn for turn in messages):

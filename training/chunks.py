@@ -51,9 +51,7 @@ class States(NamedTuple):
 
 
 def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -> int:
-    """Return the number of chunks that keeps the fp32 logits [chunk, V] of each within ``max_bytes``.
-
-    A chunk has one position at least.
+    """Return the number of chunks, of at least one position, with fp32 logits [chunk, V] within ``max_bytes``.
 
     Raises:
         SurgeryError: ``max_bytes`` is not positive.

@@ -112,10 +112,7 @@ class StopRequest:
 
 @contextmanager
 def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error into an error message with settings that need less memory.
-
-    Args:
-        doing: returns the current activity, for the message.
+    """Turn an out-of-memory error into a message with the activity `doing()` and settings that need less memory.
 
     Raises:
         SurgeryError: the block ran out of memory, on an accelerator or in the CPU's allocator.

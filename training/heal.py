@@ -247,7 +247,6 @@ class _Run:
         return factors
 
     def _run_loop(self, loop: Loop, counts: dict[str, int]) -> None:
-        """Run the loop, from the last checkpoint if `resume` is set and there is one."""
         settings, processes, trained, total = self.settings, self.processes, counts["trained"], counts["all"]
         self.log.write(
             "start", settings=settings.to_dict(), trains=trained, parameters=total, processes=processes.count

@@ -177,11 +177,7 @@ class PackedSequences:
 
 
 class _Layout:
-    """Concatenated documents, cut into rows.
-
-    Attributes:
-        rows: number of rows.
-    """
+    """Concatenated documents, cut into `rows` rows."""
 
     def __init__(self, documents: np.ndarray, lengths: np.ndarray, shape: RowShape) -> None:
         """Lay out `documents` [n], indices into the file; `lengths` [D] are the tokens of all its documents."""
@@ -191,7 +187,6 @@ class _Layout:
         self.rows = int(self._offsets[-1]) // shape.room
 
     def pieces(self, file: TokenFile, row: int) -> list[list[int]]:
-        """Return the pieces of documents in a row, in order."""
         start, end = row * self._room, (row + 1) * self._room
         pieces = []
         for place in range(int(np.searchsorted(self._offsets, start, side="right")) - 1, len(self._documents)):

@@ -178,7 +178,6 @@ class TeacherLogits:
 
 
 def _joined(pieces: list[TopK], join: Callable[[list[Tensor]], Tensor]) -> TopK:
-    """Join `TopK` objects by `join`, a concatenation or stacking of tensors."""
     return pieces[0].of({name: join([piece.tensors()[name] for piece in pieces]) for name in pieces[0].tensors()})
 
 

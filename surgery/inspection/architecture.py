@@ -10,11 +10,7 @@ from surgery.checkpoint.reader import CheckpointReader
 
 
 def model_facts(reader: CheckpointReader, config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Return facts of the architecture as JSON values; tied embeddings count once among the parameters.
-
-    Args:
-        dtype: dtype of the attention weights.
-    """
+    """Return facts of the architecture as JSON values; tied embeddings count once, ``dtype`` is that of attention."""
     rope, tied = getattr(config, "rope_parameters", None) or {}, bool(config.tie_word_embeddings)
     infos = [reader.info(name) for name in reader.names() if not (tied and name == "lm_head.weight")]
     return {

@@ -67,11 +67,7 @@ def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Ins
 
 
 def kv_bytes(opened: Source, layers: int) -> dict:
-    """Compute KV bytes in the checkpoint's dtype: per token, per token and layer, and by sequence length.
-
-    Args:
-        layers: number of layers that cache keys and values.
-    """
+    """Compute KV bytes in the checkpoint's dtype: per token, per token and caching layer, and by sequence length."""
     bytes_at = kv_bytes_of(opened.reader.config, _attention_dtype(opened))
     whole = bytes_at(1)  # sliding windows hold the first token, too
     at = dict(zip(CONTEXTS, map(bytes_at, CONTEXTS), strict=True))

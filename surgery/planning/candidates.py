@@ -35,10 +35,7 @@ class Sized:
     Attributes:
         asked: settings of the conversion in addition to the plan's.
         settings: all settings of the conversion.
-        config: config.json of the result.
-        kv_bytes: KV bytes of all sequences at the plan's context.
-        engines: each engine's verdict on the result.
-        engine, status: always None; see :class:`surgery.planning.weighed.Weighed`.
+        engine, status: always None. See :class:`surgery.planning.weighed.Weighed` for the others.
     """
 
     target: Target
@@ -90,8 +87,7 @@ class Candidates:
             without measurements; None for a dry run, which does not split budgets.
 
     Attributes:
-        refused: reasons of refused candidates, by name.
-        source_bytes: KV bytes of the source at the plan's context and batch.
+        refused: reasons of refused candidates, by name; ``source_bytes``: KV bytes of the source.
     """
 
     def __init__(self, opened: Source, work: ConversionContext | None, settings: PlanSettings):
@@ -123,7 +119,6 @@ class Candidates:
         return results
 
     def _allowed(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
-        """Yield the allowed candidates with their settings."""
         for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
             yield target, {**candidate.settings, **self._settings_for(target)}, candidate
 
@@ -190,8 +185,7 @@ class Candidates:
         return Sized(target, overrides, structure.settings, structure, config, num_bytes, engines)
 
     def _settings_for(self, target: Target) -> dict[str, Any]:
-        """Return the plan's settings that this target takes: the engine, and the heads with the context at which bytes
-        are counted."""
+        """Return the plan's engine, heads and context, as far as this target has such settings."""
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
         values = {"engine": self._settings.engine, **heads}
         return {name: value for name, value in values.items() if value and hasattr(target.settings_class, name)}

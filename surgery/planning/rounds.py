@@ -25,10 +25,6 @@ class Rounds:
         measure: measures candidates on a part of ``held_out``.
         rows_of: builds rows from candidates and their scores, in order.
         share: budget as a share of the source's bytes; None for a loss budget.
-
-    Attributes:
-        weighed: all candidates in the order of their addition.
-        scores: their scores, in the same order.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Rounds:
         self._measure_on(contenders(self.rows(), self._share, max_loss), self._last)
 
     def _measure_on(self, places: Sequence[int], part: HeldOut) -> None:
-        """Measure the candidates at these indices on a part of the text, and merge the scores."""
+        """Measure the candidates at the indices ``places`` on a part of the text, and merge the scores."""
         if not places or not part.texts:
             return
         carried = self._measure([self.weighed[place] for place in places], part)

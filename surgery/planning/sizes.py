@@ -53,10 +53,9 @@ def look_for_loss(
     max_loss: float,
     add: Callable[[Sequence[Weighed]], None],
 ) -> None:
-    """Search for the sizes of scalable structures at which the loss budget is met.
+    """Search the size of each scalable structure that meets the loss budget.
 
-    Halves the smallest size of each structure while its loss is below the budget. Then adds an interpolated size, whose
-    loss should be just below the budget.
+    Halves the smallest size while its loss is below the budget, then adds an interpolated one just below the budget.
 
     Args:
         weighed, scores: measured candidates; ``add`` measures more and appends them.
@@ -93,7 +92,6 @@ def _curves(
 
 
 def _without_ratio(sized: Sized) -> dict[str, Any]:
-    """Return the settings without ``kv_ratio``."""
     return {name: value for name, value in sized.asked.items() if name != "kv_ratio"}
 
 

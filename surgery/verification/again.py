@@ -57,7 +57,5 @@ def open_written(reader: CheckpointReader, device: str) -> Source | OwnSource:
 
 @dataclass(frozen=True)
 class _Running:
-    """Device and dtype of the run."""
-
     device: str
     dtype: str = "float32"

@@ -8,8 +8,8 @@
 
 Steps of the commands:
 
-- `convert`, `slice`: write a checkpoint. Its folder in the work folder has the step's name, by which later steps refer
-  to it. `plan` of a `convert` step names a `plan` step or a plan file.
+- `convert`, `slice`: write a checkpoint to the work folder under the step's name, by which later steps refer to it.
+  `plan` of a `convert` step names a `plan` step or a plan file.
 - `plan`: chooses a conversion for a budget.
 - `heads`: writes a pattern, which `heads` of a `convert` or `plan` step may name.
 - `heal`: trains a `student` with its `teacher`. `processes` is the number of processes; `launcher` an accelerate config
