@@ -127,6 +127,6 @@ def _masked(down: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
 
 
 def _random_numbers(count: int, *key: int) -> list[float]:
-    """Return pseudorandom numbers in [0, 1) from a key, as text, which Python hashes alike in every version."""
+    """Draw numbers in [0, 1) from a key, formatted as text: a text seed gives equal numbers in every Python version."""
     source = random.Random("/".join(map(str, key)))
     return [source.random() for _ in range(count)]

@@ -15,7 +15,7 @@ ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention"})
 
 
 def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Module | None) -> None:
-    """Set `requires_grad` by the settings, and add LoRA adapters if they ask for them.
+    """Set `requires_grad` of the student's parameters by the settings; `train="lora"` adds adapters.
 
     Raises:
         SurgeryError: nothing would train, or a pattern matches no parameter or module.
