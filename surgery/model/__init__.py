@@ -1,17 +1,17 @@
-"""The project's own model classes: any supported decoder with a converted attention in place of its own.
+"""Custom model classes: any supported decoder, its attention replaced by a converted one.
 
-By itself, or inside of a vision-language model. Used where no stock class can carry a conversion. Their files
-travel beside the weights, so that the checkpoint loads without this package; they import torch, transformers and each
-other, nothing else.
+The decoder stands alone or inside a vision-language model. These classes hold conversions that no stock class of
+transformers can. Their files ship with the checkpoint, which so loads without this package; they import only torch,
+transformers and each other.
 
-Of a kind of attention, `<kind>_entry.py` says what config.json has, how much a token takes in the cache and what else
-follows; `<kind>_attention.py` computes it; its cache is `plain_cache`, `quantized_cache`, `exact_window_cache`,
-`hybrid_cache` or `group_cache`. The entries are here without torch; the classes load when one of them is first used.
+For each kind of attention, `<kind>_entry.py` defines its fields in config.json and properties such as the cache size of
+a token, and `<kind>_attention.py` computes it. Its cache is `plain_cache`, `quantized_cache`, `exact_window_cache`,
+`hybrid_cache` or `group_cache`. Entries load without torch; the model classes load on first use.
 """
 
 from typing import Any
 
-# Where `parts.entry_of` looks for them.
+# `parts.entry_of` looks them up among the loaded modules.
 from . import cross_layer_entry, grouped_entry, hybrid_entry, latent_entry, low_rank_entry, streaming_latent_entry  # noqa: F401
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _OF_FILES = ("PICTURES_AUTO_MAP", "auto_map", "remote_code_files")
-"""Names that need none of the classes."""
+"""Names that load without the model classes."""
 
 
 def __getattr__(name: str) -> Any:

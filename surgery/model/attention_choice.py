@@ -1,9 +1,9 @@
-"""The attention implementations that a converted model can run with, and the refusal of all others.
+"""Checks of `attn_implementation` against what a converted model supports.
 
-transformers offers `eager`, `sdpa`, FlashAttention, flex attention, functions that users register, and kernels of the
-hub. Only the first two take any mask and any width, which conversions need: FlashAttention knows causal masks alone.
+transformers offers `eager`, `sdpa`, FlashAttention, flex attention, functions registered by users, and kernels from the
+Hub. Only the first two take any mask and any head width, as conversions need; FlashAttention takes causal masks only.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from torch import nn
@@ -14,13 +14,13 @@ from .configuration_surgery import SurgeryConfig
 from .parts import entries_of
 
 FLASH_WIDTH = 256
-"""The widest head that FlashAttention takes."""
+"""Largest head dimension that FlashAttention supports."""
 
 
 def check_attention(config: SurgeryConfig, implementation: str | None, *, family_flash: bool) -> None:
-    """Raises ValueError where a model cannot run with an `attn_implementation`.
+    """Raise ValueError if a model cannot run with an `attn_implementation`; None leaves the choice to transformers.
 
-    `family_flash` says whether the family's own decoder takes FlashAttention. None leaves the choice to transformers.
+    `family_flash`: whether the family's own decoder supports FlashAttention.
     """
     if implementation in (None, "eager") or not (problem := _problem(config, implementation, family_flash)):
         return
@@ -31,7 +31,7 @@ def check_attention(config: SurgeryConfig, implementation: str | None, *, family
 
 
 def check_weights(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
-    """Raises ValueError where a call asks for attention weights that the model cannot give."""
+    """Raise ValueError if a call requests attention weights that the model cannot return."""
     if not call.get("output_attentions", getattr(decoder.config, "output_attentions", False)):
         return
     if (implementation := decoder.config._attn_implementation) != "eager":
@@ -46,7 +46,7 @@ def check_weights(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None
 
 
 def flash_problem(config: SurgeryConfig, family_flash: bool) -> str | None:
-    """The reason why FlashAttention cannot run a model; None if it can."""
+    """Return the reason why FlashAttention cannot run a model; None if it can."""
     if not family_flash or config.base_model_type in LEARNED_SINKS:
         return f"FlashAttention cannot run {config.base_model_type}"
     for index, entry in enumerate(entries_of(config)):

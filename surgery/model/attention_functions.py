@@ -1,6 +1,6 @@
-"""Parts that the attention modules of the model class share.
+"""Functions and base classes shared by the attention modules of the custom model class.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from .layer_entry import LayerEntry
 from .step_memo import once
 
 LEARNED_SINKS = ("gpt_oss",)
-"""Families whose attention has `sinks`, a logit of each head beside those of keys."""
+"""Families whose attention has learned `sinks`: one extra logit per head in the softmax."""
 
 OUTPUT_GATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families whose `q_proj` has, behind each head's query, a gate for what the head puts out."""
+"""Families whose `q_proj` also computes, after each head's query, a gate of the head's output."""
 
 
 SCALED_QUERIES = ("ministral3", "llama4_text")
-"""Families that multiply queries by a factor of their position; Llama 4 does so in layers without rotation."""
+"""Families that scale queries by position; Llama 4 does so in layers without RoPE."""
 
 
 def own_softmax(config: PreTrainedConfig) -> bool:
-    """Return whether a model's attention caps its logits or has learned sinks, unknown to PyTorch's fused kernels."""
+    """Return whether a model's attention caps logits or has learned sinks, which PyTorch's fused kernels lack."""
     family = getattr(config, "base_model_type", config.model_type)
     return family in LEARNED_SINKS or getattr(config, "attn_logit_softcapping", None) is not None
 
@@ -43,17 +43,17 @@ def eager_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention, `softmax(scaling · q kᵀ + mask) v`, with K ≤ H key-value heads.
+    """Compute plain attention, `softmax(scaling · q kᵀ + mask) v`, with K ≤ H KV heads.
 
     query [B, H, T, e], key [B, K, S, e], value [B, K, S, v], additive mask [B, 1, T, S]
     → out [B, T, H, v], weights [B, H, T, S].
 
-    With a `softcap` c the scores, before the mask, are `c tanh(scores / c)`. `s_aux` [H] are scores of learned sinks,
-    whose weight in the softmax goes to no value.
+    With a `softcap` c the scores become `c tanh(scores / c)` before the mask is added. `s_aux` [H] are the logits of
+    learned sinks, which take part in the softmax but have no value.
     """
     batch, num_heads, num_queries, _ = query.shape
     num_kv_heads = key.shape[1]
-    # The heads that share a key are stacked as rows of one matrix, so that no key is repeated in memory.
+    # Query heads that share a KV head become rows of one matrix, so that no key is repeated in memory.
     query = query.reshape(batch, num_kv_heads, -1, query.shape[-1])
     scores = (query @ key.transpose(-1, -2) * scaling).view(batch, num_heads, num_queries, -1)
     if softcap is not None:
@@ -79,12 +79,12 @@ def attend(
     attention_mask: torch.Tensor | None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as the model's configuration has it at this moment; shapes as in `eager_attention`.
+    """Compute attention with the config's current `attn_implementation`; shapes as in `eager_attention`.
 
-    `module` says its `config`, with a cap of logits if there is one, `scaling` and `attention_dropout`, and has its
-    family's learned `sinks`. Without eager attention there are no weights.
+    `module` has `config` (with a logit softcap, if any), `scaling`, `attention_dropout` and the family's learned
+    `sinks`. Only eager attention returns weights.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # loaded by whatever attends
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # late: slow to import, and loaded by any model
 
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
     dropout = module.attention_dropout if module.training else 0.0
@@ -93,7 +93,7 @@ def attend(
     if module.config.model_type in LEARNED_SINKS:
         kwargs["s_aux"] = module.sinks
     width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
-    if missing and is_flash(module.config._attn_implementation):  # takes values that are as wide as keys
+    if missing and is_flash(module.config._attn_implementation):  # needs values as wide as keys
         value = nn.functional.pad(value, (0, missing))
     out, weights = attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs
@@ -102,12 +102,12 @@ def attend(
 
 
 def is_flash(implementation: str | None) -> bool:
-    """Return whether a name is of FlashAttention, installed or from the hub, whose kernels have "/" in theirs."""
+    """Return whether a name means FlashAttention, installed or a kernel from the Hub (its name has a "/")."""
     return implementation is not None and (implementation.startswith("flash_attention_") or "/" in implementation)
 
 
 def visible_mask(module: nn.Module, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask [·, T, S], true where a key is seen, as the attention that `attend` takes wants it: eager adds one."""
+    """Convert a mask [·, T, S], true where a key is visible, for `attend`: eager attention needs an additive one."""
     if module.config._attn_implementation != "eager":
         return visible
     least = torch.finfo(dtype).min
@@ -115,9 +115,9 @@ def visible_mask(module: nn.Module, visible: torch.Tensor, dtype: torch.dtype) -
 
 
 def take(tensor: torch.Tensor, places: list[int] | None, dim: int) -> torch.Tensor:
-    """The entries of a dimension at some places, in their order; all for None.
+    """Select entries along a dimension, in the order of `places`; None selects all.
 
-    Runs of places are cut out and joined: an index would be a constant that every step copies to the device.
+    Contiguous runs are sliced and concatenated: an index tensor would be copied to the device at every step.
     """
     if places is None:
         return tensor
@@ -132,34 +132,33 @@ def take(tensor: torch.Tensor, places: list[int] | None, dim: int) -> torch.Tens
 
 
 class ConvertedAttention:
-    """Mixed into attention modules that stand in the place of a family's own, made of that and a layer's entry."""
+    """Mixin of attention modules that replace a family's own; their constructors take that module and an entry."""
 
     @classmethod
     def cache_layer_of(cls, entry: LayerEntry, whole: Any, codes: Any) -> Any:
-        """Make an empty cache layer, given one for all tokens and the `TokenCodes` of streaming ones or None."""
+        """Make an empty cache layer from one for all tokens; `codes` (`TokenCodes`) quantize streaming heads."""
         return whole
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
+        """Initialize tensors that the base model does not have; loaded tensors stay unchanged."""
 
     def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
-        """Take what the layers of a decoder share: its rotary embedding, and latents that are read across layers."""
+        """Store references to what layers share: the rotary embedding, and latents that other layers read."""
 
 
 class Accelerated(ConvertedAttention):
-    """Mixed into attention modules that another implementation may read the cache for.
+    """Mixin of attention modules whose decoding a fused kernel can replace.
 
     Attributes:
-        kernel: called with the module first, where a class says; it gives outputs and has filled the cache, or gives
-            None and has done nothing. None for the module's own code. `surgery.accelerate` sets it; it is no part of
-            what is saved.
+        kernel: set by `surgery.accelerate`, never saved; None runs the module's own code. It is called with the module
+            as first argument. It updates the cache and returns the outputs, or returns None and leaves the cache alone.
     """
 
     kernel: Callable[..., torch.Tensor | None] | None = None
 
 
 def begin_as(module: nn.Module, stock: nn.Module) -> None:
-    """The first lines of the constructor of what takes the place of a family's attention: its sizes and its scale."""
+    """Initialize a module that replaces a family's attention: copy sizes, scale and dropout of `stock`."""
     # Not super(): the class built by `family_attention_class` has the family's attention next in line.
     nn.Module.__init__(module)
     module.config, module.layer_idx, module.is_causal = stock.config, stock.layer_idx, True
@@ -176,7 +175,7 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries [B, T, H, d] of [B, T, D] through the family's norm, not rotated, and what `gated` takes of its gate."""
+    """Return normalized queries [B, T, H, d] of [B, T, D] before rotation, and the gate for `gated` or None."""
     query, gate = module.q_proj(hidden_states).unflatten(-1, (module.num_heads, -1)), None
     if module.config.model_type in OUTPUT_GATES:
         query, gate = query.chunk(2, dim=-1)
@@ -186,10 +185,10 @@ def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[tor
 def scaled_by_position(
     module: nn.Module, query: torch.Tensor, position_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Queries [B, H, T, d] times 1 + β log(1 + ⌊p / L⌋) of their positions p [B, T], in families that do so.
+    """Scale queries [B, H, T, d] by 1 + β log(1 + ⌊p / L⌋) at positions p [B, T] in the `SCALED_QUERIES` families.
 
-    β and L are `llama_4_scaling_beta` and `original_max_position_embeddings` of the config's `rope_parameters`;
-    of Llama 4 `attn_scale` and `floor_scale`, where it counts positions from 1.
+    β and L are `llama_4_scaling_beta` and `original_max_position_embeddings` of the config's `rope_parameters`.
+    Llama 4 calls them `attn_scale` and `floor_scale`, and counts positions from 1.
     """
     config = module.config
     if config.model_type not in SCALED_QUERIES or not getattr(config, "attn_temperature_tuning", True):
@@ -204,20 +203,20 @@ def scaled_by_position(
 
 
 def places_in_cache(module: nn.Module, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
-    """Return the cache positions of the tokens [B, T, D], [1, T], padding counted, for families that pass on none."""
+    """Return the cache positions [1, T] of tokens [B, T, D], padding included, for families that pass none down."""
     past_length = 0 if cache is None else cache.get_seq_length(module.layer_idx)
     return torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length
 
 
 def gated(attn_output: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """Return the output projection's input, [B, T, H, d]: attention values times their gate, if any."""
+    """Multiply attention outputs [B, T, H, d] by the sigmoid of their gate, if any."""
     return attn_output if gate is None else attn_output * gate.sigmoid()
 
 
 def normalize_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -> torch.Tensor:
-    """Heads [..., H, d] through a family's norm of each head, or of all heads together; themselves without one.
+    """Apply the family's query or key norm, per head or over all heads, to heads [..., H, d]; no-op without one.
 
-    `at` is the dimension of the heads.
+    `at` is the head dimension, if it is not the second last.
     """
     if norm is None:
         return heads
@@ -228,13 +227,13 @@ def normalize_heads(norm: nn.Module | None, heads: torch.Tensor, at: int = -2) -
 
 
 def norm_width(norm: nn.Module) -> int:
-    """Elements that a norm is over. ZeRO-3 empties weights between calls of their module, and notes their shape."""
+    """Return the size of a norm's weight; ZeRO-3 empties weights between calls and keeps the size in `ds_shape`."""
     return getattr(norm.weight, "ds_shape", norm.weight.shape)[0]
 
 
 @cache
 def family_attention_class(own: type[nn.Module], family: type[nn.Module]) -> type[nn.Module]:
-    """`own` that is also the family's attention class, by which transformers finds `output_attentions`."""
+    """Return a subclass of `own` and of the family's class, by which transformers collects `output_attentions`."""
     return type(own.__name__, (own, family), {"__module__": own.__module__, "__reduce__": _reduce})
 
 
@@ -243,7 +242,7 @@ def _reduce(module: nn.Module) -> tuple:
 
 
 def _named(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """The classes that pickle can find by name which one is made of; itself, if it can."""
+    """Return the classes, importable by name, that a class was combined from; itself, if importable."""
     if vars(cls).get("__reduce__") is not _reduce:
         return (cls,)
     own, family = cls.__bases__
@@ -251,6 +250,6 @@ def _named(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
 
 
 def _unpickled(*classes: type[nn.Module]) -> nn.Module:
-    """An empty instance of a class that pickle cannot find by name."""
+    """Make an empty instance of a class combined by `family_attention_class`, which pickle cannot import."""
     cls = reduce(lambda family, own: family_attention_class(own, family), reversed(classes))
     return cls.__new__(cls)

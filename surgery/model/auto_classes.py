@@ -1,6 +1,6 @@
-"""The classes of the package with all of their parts, and transformers' auto classes that know them.
+"""The custom model classes with all of their modules, and their registration with transformers' auto classes.
 
-Not for the checkpoints: their `auto_map` names an entry module of `remote_code`.
+Not shipped with checkpoints: their `auto_map` names an entry module of `remote_code`.
 """
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -18,12 +18,12 @@ SurgeryForCausalLM.entry_class = staticmethod(entry_class)
 
 
 def register() -> None:
-    """Make transformers' auto classes know the model classes; safe to call more than once."""
+    """Register configs and model classes with transformers' auto classes; safe to call more than once."""
     register_configs()
     AutoModelForCausalLM.register(SurgeryConfig, SurgeryForCausalLM, exist_ok=True)
     AutoModelForImageTextToText.register(SurgeryPicturesConfig, SurgeryForPicturesAndText, exist_ok=True)
-    # From here on `save_pretrained` copies a model's entry module and what it imports next to the weights, and writes
-    # the auto_map, so whatever a trainer saves loads without this package too.
+    # From here on `save_pretrained` copies a model's entry module and its imports next to the weights and writes the
+    # auto_map, so that checkpoints of a trainer load without this package too.
     SurgeryForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     SurgeryForPicturesAndText.register_for_auto_class("AutoModelForImageTextToText")
 

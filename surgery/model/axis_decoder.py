@@ -4,7 +4,7 @@ Text has three equal positions. Of a picture's tokens they differ, and the dista
 of theirs. So attention that rotates keys when it reads them has to know the positions of all tokens: they are kept with
 the cache, once for all layers, from the first call on that gives three.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 import torch

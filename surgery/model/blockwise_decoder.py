@@ -4,7 +4,7 @@ What is stored of a token exists only when it has left the last layer of its gro
 that end where blocks of the cache end, whatever it is given: one pass over all, a prompt in chunks, and decoding token
 by token are the same function of the text.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

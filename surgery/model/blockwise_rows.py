@@ -10,7 +10,7 @@ shared keys are dequantized, and rotated by their position within the block alon
 
 Shapes: B batch, T new tokens, S tokens in the cache, n tokens of a block, r rank, ρ width of the shared key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The argument by which transformers hands caches on: `past_key_values`, since 5.24 `cache`.
+"""Name of the cache argument in transformers: `past_key_values`, since 5.24 `cache`.
 
-The forwards of this package call it `cache` and take either. Whoever calls a family's forward, or reads what it
-returned, goes by `CACHE`: older versions let `cache` pass unread, and newer ones will stop taking the old name.
+Forward methods of this package name it `cache` and accept both. Calls of a family's forward, and reads of its output,
+use `CACHE`: older versions ignore `cache` silently, and newer ones will drop the old name.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 import functools
@@ -18,11 +18,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 CACHE_NAMES = ("cache", "past_key_values")
 
 CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
-"""Name of the cache in calls and outputs of this transformers."""
+"""Name of the cache argument and output field in the installed transformers."""
 
 
 def rename_cache(call: dict[str, Any], name: str = CACHE) -> dict[str, Any]:
-    """Gives the cache among keyword arguments a name, in place, whichever it has; returns them."""
+    """Rename the cache argument in `call` to `name`, in place; return `call`."""
     for other in CACHE_NAMES:
         if other != name and other in call:
             call[name] = call.pop(other)
@@ -30,7 +30,7 @@ def rename_cache(call: dict[str, Any], name: str = CACHE) -> dict[str, Any]:
 
 
 def takes_cache(forward: Callable) -> Callable:
-    """A forward whose `cache` may come by either name."""
+    """Decorate a forward method to accept its `cache` argument under either name."""
 
     @functools.wraps(forward)
     def renamed(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def takes_cache(forward: Callable) -> Callable:
 
 
 def cache_for(model: nn.Module, cache: Any) -> dict[str, Any]:
-    """A cache as the keyword argument that a model takes it by: remote code may be older than transformers."""
+    """Return `cache` as a keyword argument, by the name in the model's signature: remote code may use an older one."""
     return {_name_of(type(model)): cache}
 
 
@@ -51,7 +51,7 @@ def _name_of(model: type[nn.Module]) -> str:
 
 
 def returned_cache(output: Any) -> Any:
-    """The cache in what a model returned; None if there is none."""
+    """Return the cache of a model's output; None if there is none."""
     return next((getattr(output, name) for name in (CACHE, *CACHE_NAMES) if hasattr(output, name)), None)
 
 

@@ -1,10 +1,10 @@
-"""Base of cache layers that keep keys and values in another form than plain tensors of all tokens.
+"""Base class of cache layers that hold something else than plain keys and values of all tokens.
 
-And how a decoder comes to use them: hooks see every call of it, of the causal model, of `generate` and of the decoder
-alone. Without a cache to keep (`use_cache=False`) the decoder gets one for that call only, because attention must read
-what the cache would give.
+Hooks install such layers in every call of the decoder, whether by the causal model, by `generate` or directly. With
+`use_cache=False` the decoder gets a temporary cache for that call, because attention must read the values as the cache
+would return them.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from .cache_argument import CACHE, rename_cache
 
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Fields of a config with the tokens that such a layer sees."""
+"""Config field with the window length in tokens, by layer type."""
 
 Call = dict[str, Any]
 """Arguments of one call of a decoder, by name."""
 
 
 class CompactLayer(CacheLayerMixin):
-    """A layer that cannot be cropped or offloaded and takes any number of tokens.
+    """Base class of cache layers of any length that cannot be cropped or offloaded.
 
-    Subclasses say how their tensors change when rows of the batch are repeated, dropped or reordered, by `_map_rows`.
+    Subclasses implement `_map_rows`, by which batch rows are repeated, dropped or reordered.
 
     Attributes:
-        form: what the layer keeps, for error messages.
-        reads_ahead: whether one pass over a text is another function than decoding it.
-        keys, values: the tokens kept as they came [B, H, n, head_dim], in the model's dtype; None before the first.
-        reserved: tokens that memory is allocated for at once, see `reserve`.
+        form: description of the contents, for error messages.
+        reads_ahead: whether one pass over a text computes something else than decoding it token by token.
+        keys, values: unquantized tokens [B, H, n, head_dim] in the model's dtype; None before the first token.
+        reserved: tokens to allocate memory for at once, see `reserve`.
     """
 
     form: ClassVar[str]
@@ -47,72 +47,72 @@ class CompactLayer(CacheLayerMixin):
     reserved = 0
 
     def settings(self) -> tuple:
-        """Return the settings that two layers of one class must share to be interchangeable."""
+        """Return the settings in which two layers of one class must agree to be interchangeable."""
         raise NotImplementedError
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes that the layer will hold after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
+        """Predict the bytes of the layer after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         raise NotImplementedError
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after each `update` by which `new` tokens enter after `past_length`, its results included.
+        """Predict the bytes of the layer and of returned tensors after each `update` in a pass over `new` tokens.
 
-        `cached` is the `CachedLayer` of an empty layer, see `cache_prediction`.
+        `past_length`: tokens in the cache before the pass. `cached`: the `CachedLayer` of an empty layer.
         """
         raise ValueError(f"the peak of {self.form} cannot be predicted: measure it")
 
     def reserve(self, tokens: int) -> None:
-        """Allocate memory for that many tokens in all when the first come, so that no step has to move any."""
+        """Have the first update allocate memory for `tokens` tokens in all, so that no step copies the cache."""
         self.reserved = tokens
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies `change`, which acts on dimension 0, to everything kept for each row of the batch."""
+        """Apply `change`, which acts on dimension 0, to all tensors with a batch dimension."""
         raise NotImplementedError
 
     def reorder_cache(self, beam_idx: LongTensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was."""
+        """Replace row i by row `beam_idx[i]`."""
         self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after the other."""
+        """Repeat each row `repeats` times, copies adjacent."""
         self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the rows at `indices`."""
+        """Keep only the rows at `indices`."""
         self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `query_length` more tokens will see, and the position of the first."""
+        """Return the number of keys for `query_length` new tokens, and the position of the first key."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: any number of tokens may come."""
+        """Return -1: the length is unlimited."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises ValueError unless there is nothing to take back: what was given up to save memory is gone."""
+        """Raise ValueError unless `tokens_to_remove` is 0: dropped or quantized tokens cannot be restored."""
         if tokens_to_remove:
             raise ValueError(
                 f"{self.form} cannot take tokens back, as assisted and speculative decoding need: decode without them"
             )
 
     def offload(self) -> None:
-        """Raises ValueError."""
+        """Raise ValueError: unsupported."""
         raise ValueError(f"{self.form} cannot be offloaded: use a cache without offloading")
 
 
 CacheLayer = CompactLayer | DynamicSlidingWindowLayer
-"""A layer of a cache in another form: of converted attention, or of a layer with a window, which stays unchanged."""
+"""Cache layer of converted attention, or of an unchanged layer with a sliding window."""
 
 
 def check_full_attention(config: PreTrainedConfig, form: str, unchanged: Collection[int] = ()) -> None:
-    """Raises ValueError unless every layer of a model attends to all earlier tokens.
+    """Raise ValueError unless every layer of a model has full attention.
 
-    Layers with a window or a recurrent state keep something else than the keys and values of all tokens. Those of
+    Layers with a window or a recurrent state do not keep the keys and values of all tokens. Layers whose index is in
     `unchanged` may have a window.
     """
     config = config.get_text_config(decoder=True)
@@ -125,23 +125,23 @@ def check_full_attention(config: PreTrainedConfig, form: str, unchanged: Collect
 
 
 def is_empty(cache: Any) -> bool:
-    """Return whether no layer of a cache has seen a token."""
+    """Return whether no layer of a cache holds tokens."""
     return all(not layer.is_initialized or layer.get_seq_length() == 0 for layer in cache.layers)
 
 
 def adopt(cache: Cache | None, layers: list[CacheLayer]) -> Cache:
-    """The cache that a model goes on with, whose layers are such as `layers`, one for each layer of the model.
+    """Return a cache for a model whose cache layers are like `layers`, one per layer of the model.
 
-    None becomes a new cache of `layers`. An empty `DynamicCache`, as `generate` makes it, gets `layers` itself, so that
-    whoever holds it holds the filled cache. One of the right layers is continued.
+    None becomes a new cache of `layers`. An empty `DynamicCache`, as `generate` makes it, receives `layers` in place,
+    so that its owner holds the filled cache. A cache with equivalent layers is returned as is.
 
     Raises:
-        ValueError: a cache of another kind.
+        ValueError: any other cache.
     """
     if cache is None:
         return Cache(layers=layers)
     if isinstance(cache, Cache) and not cache.offloading:
-        # A cache may make its layers when they are needed.
+        # transformers may create layers lazily.
         cached = cache.layers or [cache.layer_class_to_replicate()] * len(layers)
         if len(cached) == len(layers) and all(map(_alike, cached, layers)):
             return cache
@@ -156,17 +156,17 @@ def adopt(cache: Cache | None, layers: list[CacheLayer]) -> Cache:
 
 
 def keeps_cache(decoder: nn.Module, call: Call) -> bool:
-    """Return whether the caller of a decoder has given a cache or wants one back."""
+    """Return whether a call of a decoder passes a cache or requests one (`use_cache`)."""
     use_cache = call.get("use_cache")
     use_cache = getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache
     return bool(use_cache) or call.get(CACHE) is not None
 
 
 def own_cache(decoder: nn.Module, call: Call, layers: list[CacheLayer]) -> Cache:
-    """Puts into `call` the cache that `adopt` gives, for this call alone if none is kept; returns it.
+    """Store the cache returned by `adopt` in `call` and return it; it is temporary if the caller keeps none.
 
     Raises:
-        ValueError: the call comes with a cache of another kind.
+        ValueError: the call has a cache of another kind.
     """
     keeps = keeps_cache(decoder, call)
     cache = call[CACHE] = adopt(call.get(CACHE), layers)
@@ -177,7 +177,7 @@ def own_cache(decoder: nn.Module, call: Call, layers: list[CacheLayer]) -> Cache
 def hook_calls(decoder: nn.Module, prepare: Callable[[nn.Module, Call], None]) -> None:
     """Let `prepare(decoder, call)` change the arguments of every call of a decoder.
 
-    A temporary cache of `own_cache` is taken out of what the decoder returns. The decoder can be copied and pickled if
+    A temporary cache of `own_cache` is removed from the decoder's output. The decoder can be copied and pickled if
     `prepare` can.
     """
     names = list(inspect.signature(decoder.forward).parameters)
@@ -194,7 +194,7 @@ def _before(
 
 
 def _without_temporary_cache(module: nn.Module, args: tuple, call: Call, output: Any) -> Any:
-    """Output without a cache that nobody asked for: `generate(use_cache=False)` would go on from it."""
+    """Remove a temporary cache from a decoder's output; `generate(use_cache=False)` would continue from it."""
     cache = call.get(CACHE)
     if not getattr(cache, "temporary", False):
         return output

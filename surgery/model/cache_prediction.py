@@ -1,8 +1,8 @@
-"""Prediction of a cache's bytes, of the memory to pass tokens through it, and of the attention that is computed.
+"""Predictions of a cache's bytes, of its peak memory, and of the share of query-key pairs that attention computes.
 
-Closed forms, so that a budget can be judged before a model runs; measurements must agree with them.
+Closed forms, to check a memory budget before a model runs; tests hold them against measurements.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .cache_layer import CompactLayer
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """One layer of a cache and what a token has in it.
+    """One cache layer and the shape of a token in it.
 
     Attributes:
-        layer: an empty one.
-        batch: rows.
-        heads, key_dim, value_dim: of a token.
-        dtype: of the model.
+        layer: empty cache layer.
+        batch: batch size.
+        heads, key_dim, value_dim: number of heads and their widths, per token.
+        dtype: dtype of the model.
     """
 
     layer: CacheLayerMixin
@@ -36,31 +36,31 @@ class CachedLayer:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of each row as plain numbers."""
+        """Bytes of one token of every row, unquantized."""
         return self.batch * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     def held(self, tokens: int) -> int:
-        """Bytes after `tokens` tokens of each row."""
+        """Return the bytes of the layer after `tokens` tokens of every row."""
         if isinstance(self.layer, CompactLayer):
             size = {"batch": self.batch, "heads": self.heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
             return self.layer.predicted_bytes(tokens, **size, dtype=self.dtype)
-        # A full window keeps one token less than a query sees, its own.
+        # A full window holds one token less than a query sees: the query's own token is new.
         return self.token_bytes * (min(tokens, self.layer.sliding_window - 1) if self.layer.is_sliding else tokens)
 
     def updates(self, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after each `update` by which a pass over `new` tokens enters, what it returned included."""
+        """Yield the bytes of the layer and of returned tensors after each `update` in a pass over `new` tokens."""
         layer = self.layer
         if isinstance(layer, CompactLayer):
             yield from layer.updates(self, past_length, new)
         elif layer.is_sliding:
-            # Keys and values are returned as they stand in the storage that the window is then a view of.
+            # `update` returns all keys and values; the window becomes a view of the same storage.
             yield self.held(past_length) + self.token_bytes * new
         else:
             yield self.held(past_length + new)
 
 
 def peak_bytes(layers: list[CachedLayer], prompt: int, chunk: int, steps: int) -> int:
-    """The most that the cache and what `update` returned take together, see `SurgeryForCausalLM.kv_peak_bytes`."""
+    """Predict the peak bytes of the cache and of returned tensors, see `SurgeryForCausalLM.kv_peak_bytes`."""
     ends = [*range(chunk, prompt, chunk), *range(prompt, prompt + steps + 1)]
     peak, past_length = 0, 0
     before = [layer.held(0) for layer in layers]
@@ -76,19 +76,19 @@ def peak_bytes(layers: list[CachedLayer], prompt: int, chunk: int, steps: int) -
 
 
 def seen_entries(tokens: int, limit: int | None = None) -> int:
-    """Keys that the queries of a text of `tokens` tokens see in one head, added up: all earlier ones, or `limit`."""
+    """Count the visible query-key pairs of one head over `tokens` tokens; a query sees at most `limit` keys."""
     limit = tokens if limit is None else min(tokens, limit)
     return limit * (limit + 1) // 2 + (tokens - limit) * limit
 
 
 def footprint(tokens: int, heads: int, windows: list[list[tuple[int, int | None, bool]]]) -> float:
-    """Entries that attention looks at, over those of full causal attention.
+    """Compute the query-key pairs that attention visits, as a share of full causal attention.
 
     Args:
-        tokens: of the text, prompt and decoded ones.
-        heads: of queries in a layer.
-        windows: of each layer, for some of its query heads: how many, the tokens that a query sees at most (None for
-            all), and whether it sees one compensation token more once there are others.
+        tokens: length of the text, prompt and decoded tokens.
+        heads: query heads per layer.
+        windows: by layer, a list of groups of its query heads: number of heads, most tokens that a query sees (None
+            for all), and whether it also sees a compensation token once tokens have been dropped.
     """
     total = 0
     for layer in windows:

@@ -1,8 +1,8 @@
-"""A stock decoder with a converted attention in place of its own.
+"""Custom causal language model class: a stock decoder whose attention is replaced by converted attention.
 
 Everything around the attention (embeddings, norms, MLPs, experts) is the source family's own code.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Callable
@@ -25,38 +25,38 @@ from .parts import entries_of, part
 
 
 class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
-    """The source family's causal language model with a converted attention in the layers that `attention_layers` names.
+    """The source family's causal language model with converted attention in the layers set by `attention_layers`.
 
-    Tensors keep the source's names; those of an attention that was converted are listed in its class.
+    Tensors keep the source's names; each attention class documents its own tensors.
     """
 
     config_class = SurgeryConfig
     base_model_prefix = "model"
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
     entry_class: ClassVar[Callable[[SurgeryConfig], type[PreTrainedModel]] | None] = None
-    """Gives the subclass of an entry module that an instance gets; the package `surgery` puts it here. Next to weights
-    there is one entry module alone."""
+    """Returns the class to instantiate for a config, from its entry module. Set by the package `surgery`; remote code
+    has one entry module only."""
     on_device: ClassVar[Callable[[PreTrainedModel], Any] | None] = None
-    """Called with a model once, before its first decoding on CUDA; the package `surgery`, where it is imported, puts
-    its kernels under the model here."""
+    """Called once per model, before its first inference call on CUDA. The package `surgery` sets it to install its
+    kernels."""
     # MTP layers, which Qwen's checkpoints hold next to the model.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^mtp\."]
 
     def __new__(cls, config: SurgeryConfig | None = None, *args, **kwargs):
-        """Make an instance of the class whose module `save_pretrained` writes; copies are made without a config."""
+        """Instantiate the class of the entry module that `save_pretrained` writes; copies pass no config."""
         has_choice = cls is SurgeryForCausalLM and cls.entry_class is not None and config is not None
         return super().__new__(cls.entry_class(config) if has_choice else cls)
 
     def __init__(self, config: SurgeryConfig):
         if config.attention_layers is None:
             raise ValueError("the configuration has no attention_layers: it describes no converted model")
-        # Before super() fills in defaults: whether there are experts to run, only the base model knows.
+        # Before super() fills in defaults: only the base model knows whether there are experts.
         base_config = config.base_config()
         self._take_attention(config, MODEL_MAPPING[type(base_config)])
         super().__init__(config)
         base_config._attn_implementation = config._attn_implementation
-        # A PreTrainedModel of its own, under its own model_type, so that transformers' conversion of per-expert
-        # checkpoint tensors still applies to it.
+        # The decoder is a PreTrainedModel with the family's model_type, so that transformers still converts per-expert
+        # checkpoint tensors.
         decoder_class = family_decoder_class(config.base_model_type, MODEL_MAPPING[type(base_config)])
         self.is_blockwise = any(entry.shares_cache for entry in entries_of(config))
         if self.is_blockwise:
@@ -72,54 +72,53 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def cache_layers(self) -> list[CacheLayer] | None:
-        """New, empty layers of the cache that this model keeps; None where those of a plain `DynamicCache` do."""
+        """Make empty cache layers for this model; None if a plain `DynamicCache` suffices."""
         return cache_layers(self.config)
 
     def reserved_cache(self, tokens: int) -> Cache:
-        """An empty cache with memory for that many tokens of each row, which stays where it is until they have come.
+        """Make an empty cache that allocates memory for `tokens` tokens of each row at once and does not move it.
 
-        Of plain tensors a `StaticCache`, which takes no more; caches of every other form grow beyond `tokens`.
+        A plain cache becomes a `StaticCache`, which holds no more tokens; all other caches can grow beyond `tokens`.
         """
         layers = self.model.cache_layers() if self.is_blockwise else self.cache_layers()
         if layers is None:
             return StaticCache(config=self.config, max_cache_len=tokens)
         for layer in layers:
-            if isinstance(layer, CompactLayer):  # windows grow no further than they are wide
+            if isinstance(layer, CompactLayer):  # sliding windows have a fixed size
                 layer.reserve(tokens)
         return Cache(layers=layers)
 
     def kv_cache_bytes(self, batch: int, tokens: int, prompt: int | None = None) -> int:
-        """Bytes that the live cache will hold after `tokens` tokens of each of `batch` rows, in the model's dtype.
+        """Predict the bytes of the cache after `tokens` tokens of each of `batch` rows, in the model's dtype.
 
-        Of layers with linear attention nothing is counted: their states do not grow with the tokens. `prompt` is the
-        length of the first pass, by default all; only a basis of the prompt's own depends on it.
+        States of linear attention are not counted, since they do not grow. `prompt` is the length of the first pass,
+        all tokens by default; it matters only for a basis computed from the prompt.
         """
         if self.is_blockwise:
             return part("blockwise_decoder").kv_cache_bytes(self.config, batch, tokens, self.dtype, prompt)
         return sum(self.kv_layer_bytes(batch, tokens))
 
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
-        """Return the bytes of every layer by itself; layers that share a cache have none of their own."""
+        """Predict the cache bytes of every layer; not for layers that share a cache."""
         return [0 if layer is None else layer.held(tokens) for layer in cached_layers(self.config, batch, self.dtype)]
 
     def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
-        """The most bytes that keys and values will take while a prompt is read and continued, in the model's dtype.
+        """Predict the peak bytes of keys and values during prefill and decoding, in the model's dtype.
 
-        Looked at after every call of a cache layer's `update` (of a hybrid layer's parts: `full.update`, and then
-        `streaming.update` for each piece): what the whole cache holds at that moment, and of the tensors that this call
-        returned those that share no storage with it, such as dequantized tokens, or the window and the new tokens that
-        attention reads together. The means of dropped tokens that attention takes of a compensated layer next are in
-        its hands then, and count. Left out are the new tokens before they are cached, and what attention makes of what
-        it was given, such as keys and values rebuilt from latents.
+        The peak is over all calls of a cache layer's `update` (in a hybrid layer `full.update`, then
+        `streaming.update` for each piece). Each counts the whole cache after the call, and those returned tensors that
+        share no storage with it: dequantized tokens, or a copy of the window and the new tokens. The means of dropped
+        tokens that attention takes from a compensated layer count as well. New tokens before they are cached, and
+        keys and values that attention rebuilds from latents, do not count.
 
         Args:
-            batch: rows, without padding.
-            prompt: tokens of each, prefilled `chunk` at a time.
-            steps: tokens decoded after it, one by one.
+            batch: batch size, without padding.
+            prompt: prompt tokens per row, prefilled `chunk` at a time.
+            steps: tokens decoded after the prompt, one by one.
 
         Raises:
-            ValueError: layers that share a cache or keep a state, whose peak can only be measured, or sizes below 1,
-                `steps` below 0.
+            ValueError: layers share a cache or keep a state, whose peak can only be measured; sizes below 1; `steps`
+                below 0.
         """
         if min(batch, prompt, chunk) < 1 or steps < 0:
             raise ValueError(f"{batch} x {prompt} tokens in chunks of {chunk} and {steps} steps are no generation")
@@ -130,10 +129,10 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         return peak_bytes(layers, prompt, chunk, steps)
 
     def kv_footprint(self, prompt: int, steps: int) -> float:
-        """Share of full causal attention that this model computes, over a prompt and `steps` decoded tokens.
+        """Compute the share of query-key pairs of full causal attention that this model visits.
 
-        Counted are pairs of a query of one head and a key that it sees, a compensation token for one key, in rows
-        without padding; whatever chunks the prompt comes in. A token that a layer holds twice counts once.
+        Counts pairs per query head over `prompt` and `steps` decoded tokens in rows without padding, however the prompt
+        is chunked. A compensation token is one key. A token cached twice, as latent and in full precision, counts once.
         """
         heads, layers = self.config.num_attention_heads, cached_layers(self.config, 1, self.dtype)
         windows = [
@@ -145,7 +144,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # transformers would search this file for experts; those of a mixture are in the base family's.
+        # transformers would search this file for experts; they are in the family's module.
         return True
 
     @can_return_tuple
@@ -162,11 +161,11 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """input_ids [B, T] → logits [B, T, vocab], of the last `logits_to_keep` tokens if that is not 0."""
+        """Compute logits [B, T, vocab] of input_ids [B, T], only for the last `logits_to_keep` tokens if not 0."""
         if self._met_device is None and self.on_device is not None and self.device.type == "cuda" and not self.training:
             self._met_device = self.device
             type(self).on_device(self)
-        # The base model looks these up in its own config, and users set them on this one.
+        # Users set these on this model's config; the decoder reads its own.
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs.setdefault("output_hidden_states", self.config.output_hidden_states)
         outputs = self.model(

@@ -1,6 +1,6 @@
-"""The cache layers of a model that keeps something else than plain keys and values of all tokens.
+"""Creation and installation of cache layers that hold something else than plain keys and values of all tokens.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from functools import partial
@@ -20,33 +20,33 @@ from .plain_cache import PlainLayer
 
 
 def new_layers(config: SurgeryConfig, *, training: bool) -> list[CacheLayer]:
-    """Make empty layers for the attention that the entries describe."""
+    """Make the empty cache layers of a model; in training they are not quantized."""
     return [new_layer(config, layer, training=training) for layer in range(config.num_hidden_layers)]
 
 
 def sliding_window(config: SurgeryConfig, layer: int) -> int | None:
-    """Return the window or the chunk of one layer of a mixed model; None where its cache keeps all tokens."""
+    """Return the sliding window or attention chunk of a layer in tokens; None for full attention."""
     kinds = getattr(config, "layer_types", None)
     return getattr(config, WINDOWS[kinds[layer]], None) if kinds and kinds[layer] in WINDOWS else None
 
 
 def new_layer(config: SurgeryConfig, layer: int, *, training: bool) -> CacheLayer:
-    """Make an empty layer for the attention that the entry of a layer describes."""
+    """Make the empty cache layer of one layer; in training it is not quantized."""
     entry = entry_of(config.attention_layers[layer])
     if entry.kind is None and (window := sliding_window(config, layer)) is not None:
         return DynamicSlidingWindowLayer(window)
     whole, codes = PlainLayer(), None
     if config.kv_cache_of(layer) is not None and not training:
-        # Methods of the class here: that of `config` may come from where there is no code of caches.
+        # Methods of this SurgeryConfig: the class of `config` may be from a package without the cache modules.
         whole, codes = SurgeryConfig.quantized_layer(config, layer), SurgeryConfig.streaming_codes(config, layer)
     return attention_class(entry).cache_layer_of(entry, whole, codes) if entry.kind else whole
 
 
 def prepare_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
-    """Have the attention of all layers read several documents of a row apart.
+    """Extend the attention of all layers by `DocumentAttention`, for packed documents.
 
     Raises:
-        ValueError: the family's layers cannot keep such a cache.
+        ValueError: the family has layers that cannot use such a cache.
     """
     unchanged = [layer for layer, entry in enumerate(entries_of(config)) if entry.kind is None]
     form = "a cache in another form than plain keys and values"
@@ -58,14 +58,14 @@ def prepare_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
 
 
 def use_layers(config: SurgeryConfig, decoder: nn.Module, call: Call, *, training: bool, padded: bool) -> None:
-    """Have a call of the decoder read and fill the layers that the configuration asks for.
+    """Set up the cache of a decoder call with the layers of the config, unquantized in training.
 
-    Training reads exact tokens. `padded`: whether layers read how many tokens of padding each row starts with.
+    `padded`: whether layers need the left padding of each row.
     """
     kept_as = config.attention_layers, None if training else config.kv_cache
     cache = call.get(CACHE)
     if getattr(cache, "kept_as", None) == kept_as:
-        cache.temporary = False  # its layers are of that form already
+        cache.temporary = False  # its layers are already of the right kind
     else:
         cache = own_cache(decoder, call, new_layers(config, training=training))
         cache.kept_as = kept_as

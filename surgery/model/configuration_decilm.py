@@ -1,7 +1,7 @@
 """Configuration of a DeciLM checkpoint, a Llama whose layers may have different numbers of KV heads.
 
-Engines read it as `config.block_configs[layer].attention.n_heads_in_group`, and transformers has no class that gives
-them objects there. This file travels beside the weights as remote code: it may import transformers, nothing else.
+Engines read `config.block_configs[layer].attention.n_heads_in_group`; no class of transformers has such objects. Remote
+code that ships with the checkpoint: imports only transformers.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 
 class Block(dict):
-    """A dictionary of config.json whose entries are attributes too."""
+    """Dictionary of config.json with attribute access."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -19,7 +19,7 @@ class Block(dict):
 
 
 class DeciLMConfig(LlamaConfig):
-    """Llama's configuration with `block_configs`, one for each layer, its `attention` and its `ffn`."""
+    """Llama's configuration with `block_configs`: one per layer, with `attention` and `ffn`."""
 
     model_type = "nemotron-nas"
 

@@ -1,6 +1,6 @@
-"""Configuration of a causal language model whose attention was converted.
+"""Configuration of a causal language model with converted attention.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from dataclasses import fields
@@ -14,49 +14,48 @@ from .layer_entry import LayerEntry, caches_latents
 from .logit_factor import CAPPED
 from .parts import KINDS, entry_of, loaded, part
 
-# What a base config may say that the classes here would silently leave out, unless its family is one of these.
+# Fields of a family's config that these model classes would silently ignore, and the families that they support.
 _OTHER_ATTENTION = {
     "attn_logit_softcapping": ("gemma2",),
     "final_logit_softcapping": CAPPED,
     "attention_chunk_size": ("llama4_text",),
 }
 
-# What a base config says about itself rather than about the model: never carried from one config to the other.
+# Fields about the config itself rather than the model, never copied from one config to another.
 IDENTITY_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version")
 
-# Of a configuration in memory: `to_dict` leaves these out.
+# Fields of a config in memory that `to_dict` leaves out.
 RUNTIME_FIELDS = ("attn_implementation", "experts_implementation", "name_or_path", "torch_dtype")
 
 _ATTENTION_FIELDS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 _SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
 
-# What `kv_cache` may say besides.
+# Optional keys of `kv_cache`.
 _KV_CACHE_OPTIONS = {"streaming_format", "sinks", "rope_format", "clip"}
 
 
 class SurgeryConfig(PreTrainedConfig):
-    r"""The source model's configuration, plus the shape of the attention in every layer.
+    r"""Configuration of `SurgeryForCausalLM`: the source model's config plus the attention of every layer.
 
-    Every field of the source's config.json is an attribute here, under its own name and with the family's defaults
-    filled in, so that caches, masks and generation find `layer_types`, `sliding_window`, `num_hidden_layers`, … where
-    they look for them.
+    Every field of the source's config.json is an attribute under its own name, with the family's defaults filled in, so
+    that caches, masks and generation find `layer_types`, `sliding_window`, `num_hidden_layers` and so on.
 
     Args:
         base_model_type (`str`, defaults to `"llama"`):
             `model_type` of the source model, of a family that the conversion knows: "q, k, v projections, optional
             per-head q/k-norm, RoPE over the whole head, softmax".
         attention_layers (`list[dict | None]`, *optional*):
-            One entry per layer; `None` leaves that layer's stock attention as it is. A dictionary holds the `kind` of
-            the attention and the fields of its dataclass in `parts.KINDS`, which says what they are.
+            One entry per layer; `None` keeps the stock attention of a layer. A dictionary has the `kind` of the
+            attention and the fields of its dataclass, see `parts.KINDS`.
         kv_cache (`dict | list[dict | None]`, *optional*):
-            Has every layer keep its cache quantized: `format` (int8, int4, int3, int2 or fp8), `group` and `window`
-            (int) as in `QuantizedKVLayer`, and what shares a scale of `keys`, or of the latents in their place: the
-            tokens of a `"channel"` or the channels of a `"token"`. What streams is quantized token by token, in
-            `streaming_format` if that is given. The first `sinks` (int) tokens stay exact, and rotated keys of
-            `"latent"` layers, and of a base model that is MLA, are in `rope_format`, a format or `"exact"`, if these
-            are given. With `clip` (bool) the ranges of keys, or of latents in their place, leave the least squared
-            error. A list says it of each layer; `None` in it is an exact cache.
+            Quantizes the cache of every layer. `format` is int8, int4, int3, int2 or fp8; `group` and `window` (int)
+            are those of `QuantizedKVLayer`. `keys` is `"channel"` or `"token"`: keys, or latents, share a scale among
+            the tokens of a channel or the channels of a token. Streaming heads or latents are quantized token by token,
+            in `streaming_format` if given. Optional: the first `sinks` (int) tokens stay in full precision;
+            `rope_format`, a format or `"exact"`, is for the rotated keys of `"latent"` layers and of MLA base models;
+            `clip` (bool) clips the ranges of keys, or latents, to the least squared error. A list has one dictionary
+            per layer; `None` in it is a full-precision cache.
         kwargs:
             The fields of the source's config.json.
     """
@@ -71,13 +70,13 @@ class SurgeryConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.base_model_type not in transformers.CONFIG_MAPPING:
             raise ValueError(f"base_model_type is {self.base_model_type!r}, which this transformers does not know")
-        # They go around the base config instead of through it.
+        # Passed to super(), not to the base config.
         runtime = {name: kwargs.pop(name) for name in RUNTIME_FIELDS if name in kwargs}
         # The family's own class fills in its defaults and translates legacy fields such as rope_theta and rope_scaling.
         source = {name: value for name, value in kwargs.items() if name not in IDENTITY_FIELDS}
         base_config = transformers.CONFIG_MAPPING[self.base_model_type](**source)
         base = base_config.to_dict()
-        # Sizes have the names here that most families give them.
+        # Sizes get the names that most families use.
         for name in _SIZES & base_config.attribute_map.keys():
             base[name] = base.pop(base_config.attribute_map[name])
         for name, families in _OTHER_ATTENTION.items():
@@ -88,29 +87,29 @@ class SurgeryConfig(PreTrainedConfig):
         if "auto_map" in kwargs:
             runtime["auto_map"] = kwargs["auto_map"]
         super().__post_init__(**inherited, **runtime)
-        # A plain config drops generation settings; those that the family declares as fields (use_cache) are to stay.
+        # PreTrainedConfig drops generation settings; keep those that the family declares as fields (use_cache).
         for name in inherited.keys() - self.__dict__.keys():
             setattr(self, name, inherited[name])
         check_config(self)
 
     def kv_cache_of(self, layer: int) -> dict[str, Any] | None:
-        """Return the `kv_cache` entry of a layer; None where its cache is exact."""
+        """Return the `kv_cache` entry of a layer; None for a full-precision cache."""
         return self.kv_cache[layer] if isinstance(self.kv_cache, list) else self.kv_cache
 
     def streaming_codes(self, layer: int = 0) -> Any:
-        """The `TokenCodes` by which `kv_cache` quantizes a layer's streaming heads; None where they are exact.
+        """Return the `TokenCodes` that quantize a layer's streaming heads; None in full precision.
 
         Raises:
-            ValueError: `kv_cache` says what is impossible.
+            ValueError: `kv_cache` is invalid.
         """
         kv_cache = self.kv_cache_of(layer)
         return kv_cache and part("token_codes").TokenCodes.of(kv_cache)
 
     def quantized_layer(self, layer: int = 0) -> Any:
-        """A new `QuantizedKVLayer` as `kv_cache` and `attention_layers` say; None where the layer's cache is exact.
+        """Make the `QuantizedKVLayer` of a layer from `kv_cache` and `attention_layers`; None in full precision.
 
         Raises:
-            ValueError: `kv_cache` says what is impossible.
+            ValueError: `kv_cache` is invalid.
         """
         kv_cache = self.kv_cache_of(layer)
         if kv_cache is None:
@@ -124,7 +123,7 @@ class SurgeryConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Read a config like transformers, without the attention that a config.json names; see `without_attention`."""
+        """Build a config like transformers, but drop its `attn_implementation`; see `without_attention`."""
         return super().from_dict(without_attention(config_dict), **kwargs)
 
     @classmethod
@@ -154,13 +153,13 @@ class SurgeryConfig(PreTrainedConfig):
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Check the entries of layers and caches, as far as the code of their kinds is there.
+    """Check `attention_layers` and `kv_cache`, as far as the parts of their kinds are loaded.
 
-    A configuration that is read alone has none. transformers loads it and the model from packages of their own, so the
-    model, whose entry module brings the code, checks again.
+    A config loaded alone has no parts. transformers imports configs and models into separate packages, so the model,
+    whose entry module imports the parts, checks again.
 
     Raises:
-        ValueError: an entry that no model can be made of.
+        ValueError: an invalid entry.
     """
     if config.attention_layers is not None:
         _check_attention_layers(config)
@@ -186,7 +185,7 @@ def _check_attention_layers(config: PreTrainedConfig) -> None:
 
 
 def _family_problem(config: PreTrainedConfig, entry: LayerEntry) -> str | None:
-    """Return the reason why a family cannot have the attention of an entry."""
+    """Return the reason why a family does not support the attention of an entry; None if it does."""
     if caches_latents(config) != (entry.kind == "cross_layer_mla"):
         return f"{entry.kind}, and the base model's own is {'MLA' if caches_latents(config) else 'none'}"
     if config.base_model_type in LEARNED_SINKS and entry.streams:
@@ -212,9 +211,9 @@ def _check_kv_cache(config: PreTrainedConfig) -> None:
 
 
 def without_attention(config: dict[str, Any]) -> dict[str, Any]:
-    """Copy the content of a config.json without its `attn_implementation`, in its parts as well.
+    """Copy the content of a config.json without `attn_implementation`, in nested configs too.
 
-    The caller chooses the attention: a file that does could name a kernel of the hub, which is code that would run.
+    Only the caller may choose it: a config.json could name a kernel of the Hub, whose code would then run.
     """
     values = {name: value for name, value in config.items() if name not in _ATTENTION_FIELDS}
     return {name: without_attention(value) if isinstance(value, dict) else value for name, value in values.items()}

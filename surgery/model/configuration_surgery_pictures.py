@@ -1,6 +1,6 @@
 """Configuration of a vision-language model whose language model has converted attention.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from typing import Any, ClassVar
@@ -11,24 +11,24 @@ from .configuration_surgery import IDENTITY_FIELDS, RUNTIME_FIELDS, SurgeryConfi
 
 
 class SurgeryPicturesConfig(PreTrainedConfig):
-    r"""The source model's configuration, with that of a converted model in the place of its language model's.
+    r"""Configuration of a vision-language model: the source's, with a `SurgeryConfig` for its language model.
 
-    Every other field of the source's config.json is an attribute here, under its own name and with the class's defaults
-    filled in.
+    Every other field of the source's config.json is an attribute under its own name, with the class's defaults filled
+    in.
 
     Args:
         base_model_type (`str`, defaults to `"llava"`):
             `model_type` of the source model.
         text_config (`dict | SurgeryConfig`, *optional*):
-            Of the language model, whose `base_model_type` is the source's `text_config.model_type`.
+            Config of the language model; its `base_model_type` is the source's `text_config.model_type`.
         vision_config (`dict | PreTrainedConfig`, *optional*):
-            The source's.
+            Config of the source's vision tower.
         kwargs:
             The other fields of the source's config.json.
     """
 
     model_type = "surgery_pictures"
-    # What modules of the model hold; those of its language model hold the source's.
+    # Configs that modules of the model hold; those of the language model hold the source's text config.
     sub_configs: ClassVar[dict[str, type]] = {"vision_config": AutoConfig}
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
 
@@ -53,12 +53,12 @@ class SurgeryPicturesConfig(PreTrainedConfig):
         super().__post_init__(**inherited, **runtime)
         for name in inherited.keys() - self.__dict__.keys():
             setattr(self, name, inherited[name])
-        for other, name in base.attribute_map.items():  # other names, by which transformers asks
+        for other, name in base.attribute_map.items():  # aliases that transformers reads
             setattr(self, other, getattr(base, name))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Read a config like transformers, without the attention that a config.json names; see `without_attention`."""
+        """Build a config like transformers, but drop its `attn_implementation`; see `without_attention`."""
         return super().from_dict(without_attention(config_dict), **kwargs)
 
     def base_config(self) -> PreTrainedConfig:

@@ -1,6 +1,6 @@
-"""Converted attention and its cache in a family's decoder, whatever model it is in.
+"""Installation of converted attention and its cache in a family's decoder, in any model that contains it.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from .parts import DECODERS, attention_class, entries_of, has_compact_layers, pa
 
 
 class ConvertedModel:
-    """Mixed into classes of whole models, before `PreTrainedModel` in their bases."""
+    """Mixin of whole models with a converted decoder; comes before `PreTrainedModel` in the bases."""
 
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = CACHE_NAMES
@@ -30,10 +30,10 @@ class ConvertedModel:
     _supports_flex_attn = False
 
     def _take_attention(self, config: SurgeryConfig, decoder: type[nn.Module]) -> None:
-        """Have transformers know what runs, before it looks at the `attn_implementation` of a new model.
+        """Set the attention flags that transformers checks `attn_implementation` of a new model against.
 
         Raises:
-            ValueError: the code that the configuration asks for is not there, or it asks for what is impossible.
+            ValueError: the config is invalid, or needs a part that the checkpoint ships without.
         """
         for name in sorted(parts_of(vars(config))):
             part(name)
@@ -48,9 +48,9 @@ class ConvertedModel:
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Refuses continuous batching (`generate_batch`, `transformers serve`).
+        """Refuse continuous batching (`generate_batch`, `transformers serve`).
 
-        Its pages hold plain keys and values of one shape in all layers, which this model does not cache.
+        Its pages hold plain keys and values of one shape in all layers; this model's cache differs.
 
         Raises:
             ValueError: always.
@@ -62,9 +62,9 @@ class ConvertedModel:
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
-        """Refuses engines that run transformers' classes with an attention and a cache of their own.
+        """Refuse engines that run transformers' classes with their own attention and cache.
 
-        vLLM asks where it finds no plugin for the class, and would cache keys and values.
+        vLLM calls this if no plugin registers the class; it would cache plain keys and values.
 
         Raises:
             ValueError: always.
@@ -77,24 +77,24 @@ class ConvertedModel:
     @torch.no_grad()
     def initialize_weights(self) -> None:
         super().initialize_weights()
-        # transformers hands the inside of the decoder to the base family's `_init_weights`, which knows none of ours.
+        # For the decoder transformers calls the family's `_init_weights`, which does not know converted attention.
         for module in self.modules():
             if isinstance(module, ConvertedAttention):
                 module.initialize_weights()
 
 
 def family_decoder_class(model_type: str, decoder: type[nn.Module]) -> type[nn.Module]:
-    """A family's decoder class, or the same with what converted attention asks for."""
+    """Return a family's decoder class, extended by its part in `parts.DECODERS` if it has one."""
     if (name := DECODERS.get(model_type)) is None:
         return decoder
     return family_attention_class(part(name).decoder_class(model_type), decoder)
 
 
 def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
-    """Puts converted attention into the layers of a family's decoder that `attention_layers` names, and its cache.
+    """Replace the attention in a family's decoder as set by `attention_layers`, and install its cache.
 
     Raises:
-        ValueError: the family's layers cannot keep such a cache.
+        ValueError: the family has layers that cannot use such a cache.
     """
     compact = has_compact_layers(config)
     for layer, entry in zip(decoder.layers, entries_of(config), strict=True):
@@ -104,15 +104,15 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
     _connect(decoder)
     if compact or config.kv_cache is not None:
         part("compact_caches").prepare_decoder(decoder, config)
-    # On the decoder, because whoever calls it without the head must read the same cache.
+    # On the decoder, so that calls without the LM head use the same cache.
     hook_calls(decoder, partial(_prepare_call, config, compact))
-    # The family's tensor-parallel plan splits heads, which a shared latent cannot follow.
+    # The family's tensor-parallel plan shards heads; a shared latent cannot be sharded so.
     split = {name: plan for name, plan in decoder._tp_plan.items() if ".self_attn." not in name}
     decoder._tp_plan = {name: plan for name, plan in split.items() if ".attention." not in name}
 
 
 def _connect(decoder: nn.Module) -> None:
-    """Give the attention modules what they share: the rotary embedding, and latents that are read across layers."""
+    """Connect the attention modules to what they share: the rotary embedding, and latents read across layers."""
     shared_latents: dict[int, torch.Tensor] = {}
     attentions = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
     for attention in attentions:
@@ -123,20 +123,20 @@ def _connect(decoder: nn.Module) -> None:
 
 
 def _forget(shared_latents: dict[int, torch.Tensor], decoder: nn.Module, args: tuple, output: Any) -> None:
-    """Drops latents that the cache has; a backward pass that computes layers again needs them here."""
+    """Drop shared latents after a call, unless gradient checkpointing will recompute layers from them."""
     if not (decoder.training and decoder.is_gradient_checkpointing):
         shared_latents.clear()
 
 
 def cache_layers(config: SurgeryConfig) -> list[CacheLayer] | None:
-    """New, empty layers of the cache that a model keeps; None where those of a plain `DynamicCache` do."""
+    """Make empty cache layers for a model; None if a plain `DynamicCache` suffices."""
     if not has_compact_layers(config) and config.kv_cache is None:
         return None
     return part("compact_caches").new_layers(config, training=False)
 
 
 def cached_layers(config: Any, batch: int, dtype: torch.dtype) -> list[CachedLayer | None]:
-    """Return what each layer of a model caches, if it shares no cache with others; None where one keeps a state."""
+    """Return the `CachedLayer` of every layer of a model without shared caches; None for layers that keep a state."""
     layers = cache_layers(config) or DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or [None] * len(layers)
     return [
@@ -146,9 +146,9 @@ def cached_layers(config: Any, batch: int, dtype: torch.dtype) -> list[CachedLay
 
 
 def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call: Call) -> None:
-    """Refuse what a call of the decoder asks for in vain, and see to its documents and its cache.
+    """Check a call of the decoder, and set up its packed documents and its cache.
 
-    `compact`: whether layers keep something else than keys and values of all tokens, quantized or not.
+    `compact`: whether a layer caches something else than keys and values of all tokens, quantized or not.
     """
     implementation = decoder.config._attn_implementation
     check_attention(config, implementation, family_flash=decoder._supports_flash_attn)

@@ -8,7 +8,7 @@ a row does not change.
 Shapes: B batch, T new tokens, K keys that are read, H query heads, G KV heads, d head_dim, D hidden size, n = 2Gd
 elements of a token, r rank.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Places count from 0 in each group, so that a slice of a model between groups is described by the same entries.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Sequence

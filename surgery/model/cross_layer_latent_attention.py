@@ -3,7 +3,7 @@
 A token is the layer's latent as `kv_down` gives it, or of a family's own MLA as its norm does; the rotated key, and the
 inverse rms of a key norm, are cached by each layer as they are, of every token.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

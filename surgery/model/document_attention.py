@@ -1,8 +1,8 @@
-"""Attention that reads each document of a row apart, through a cache of its own.
+"""Attention over packed rows: each document of a row is attended separately, with a separate cache.
 
-See `packed_rows` for how a model learns of documents.
+See `packed_rows` for how documents are passed to a model.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from .packed_rows import VARLEN, Spans
 
 
 class DocumentAttention(nn.Module):
-    """Put before an attention's class in the bases of a class, by `family_attention_class`.
+    """Mixin that `family_attention_class` puts before an attention class.
 
     Attributes:
-        new_layer: makes an empty cache layer of this attention, of `training` as `compact_caches.new_layer` takes it.
+        new_layer: `compact_caches.new_layer` for this layer; takes `training` and makes an empty cache layer.
+        by_token: arguments to slice by token.
+        left_out: arguments that are dropped.
     """
 
     new_layer: Callable[..., CacheLayer]
@@ -34,7 +36,7 @@ class DocumentAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, *args: Any, documents: Spans | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the attention; with `documents`, on each of them alone."""
+        """Run the attention; with `documents`, on each document separately."""
         if documents is None:
             return super().forward(hidden_states, *args, **kwargs)
         batch, length = hidden_states.shape[:2]
@@ -43,7 +45,7 @@ class DocumentAttention(nn.Module):
         shared_latents = getattr(self, "shared_latents", None)
         for row, spans in zip(rows, documents, strict=True):
             for span in spans:
-                if shared_latents is not None:  # layers share latents of the same document
+                if shared_latents is not None:  # latents are shared within a document
                     self.shared_latents = shared_latents.setdefault((row.start, span.start), {})
                 call = self._of_document(row, span, kwargs)
                 call[CACHE] = self._new_cache()
@@ -55,11 +57,11 @@ class DocumentAttention(nn.Module):
         return _joined(outputs, documents, 1), None if weights[0] is None else _joined(weights, documents, 2)
 
     def _new_cache(self) -> Cache:
-        """An empty cache that knows this layer alone."""
+        """Make an empty cache for this layer alone."""
         return Cache(layers=[self.new_layer(training=self.training)] * (self.layer_idx + 1))
 
     def _of_document(self, row: slice, span: slice, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of a call for one document."""
+        """Slice the keyword arguments of a call for one document."""
         call = {name: value for name, value in kwargs.items() if name not in self.left_out}
         for name in self.by_token:
             if call.get(name) is not None:
@@ -77,13 +79,13 @@ class DocumentAttention(nn.Module):
 
 
 def _joined(parts: list[Tensor], documents: Spans, dim: int) -> Tensor:
-    """Parts of all documents, row after row, one after the other along `dim`, and then the rows."""
+    """Concatenate the documents of each row along `dim`, and then the rows."""
     rows = iter(parts)
     return torch.cat([torch.cat([next(rows) for _ in spans], dim=dim) for spans in documents])
 
 
 def _cut(tensor: Tensor, row: slice, span: slice) -> Tensor:
-    """Some tokens [·, n, ...] of a tensor [B or 1, T, ...]."""
+    """Slice rows and tokens [·, n, ...] of a tensor [B or 1, T, ...]."""
     return tensor[row if len(tensor) > 1 else slice(None), span]
 
 

@@ -1,7 +1,7 @@
-"""A cache of latents of all tokens with exact keys and values of the latest and of the first beside them.
+"""Cache of the latents of all tokens, with full-precision keys and values of a residual window and of sinks.
 
-CSKV's bi-branch cache (arXiv:2409.10593) with attention sinks. The latents of recent tokens are kept as well, so that a
-token that leaves the window has nothing to be computed again.
+The bi-branch cache of CSKV (arXiv:2409.10593) with attention sinks. Recent tokens have latents as well, so that nothing
+has to be computed when a token leaves the window.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,17 +17,17 @@ from .sink_window_cache import SinkWindowLayer
 
 
 class ExactWindowLayer(CompactLayer):
-    """The cache of one layer.
+    """Cache layer of latents with a residual window and sinks.
 
     Attributes:
-        latents: those of all tokens [B, 1, S, r], plain or quantized.
-        exact: the `sinks` first and `window` - 1 last tokens' exact numbers.
+        latents: layer of the latents of all tokens [B, 1, S, r], plain or quantized.
+        exact: layer of the full-precision keys and values of the first `sinks` and the last `window` - 1 tokens.
     """
 
     form = "a cache of latents with an exact window"
 
     def __init__(self, sinks: int, window: int, latents: CompactLayer | None = None) -> None:
-        """A window of 1 is a query's own token; `latents` is a layer to keep those in, a plain one by default.
+        """Make an empty layer; a window of 1 is the query's own token, and `latents` is a plain layer by default.
 
         Raises:
             ValueError: unless `sinks` ≥ 0 and `window` ≥ 1.
@@ -37,19 +37,19 @@ class ExactWindowLayer(CompactLayer):
         self.latents = PlainLayer() if latents is None else latents
 
     def settings(self) -> tuple:
-        """Sinks, window, and how the latents are kept."""
+        """Return the sinks, the window, and the class and settings of the latents' layer."""
         return *self.exact.settings(), type(self.latents), self.latents.settings()
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes after `tokens` tokens; `key_dim` is the width of the latents, `value_dim` of the exact numbers."""
+        """Predict the bytes after `tokens` tokens of `key_dim` latent and `value_dim` full-precision elements."""
         exact = exact_window_tokens(*self.exact.settings(), tokens) * value_dim
         size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": 0, "dtype": dtype}
         return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after an update, which copies exact tokens, and latents where they are dequantized."""
+        """Predict the bytes after an update; it returns copies of full-precision tokens and of quantized latents."""
         exact = exact_window_tokens(*self.exact.settings(), past_length) + new
         latents = 0 if type(self.latents) is PlainLayer else past_length + new
         read = latents * cached.key_dim + exact * cached.value_dim
@@ -57,7 +57,7 @@ class ExactWindowLayer(CompactLayer):
 
     @property
     def padding(self) -> LeftPadding | None:
-        """Number of padding tokens at the start of each row."""
+        """Left padding of each row."""
         return self.exact.padding
 
     @padding.setter
@@ -65,22 +65,21 @@ class ExactWindowLayer(CompactLayer):
         self.exact.padding = padding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes batch, widths, dtype and device from the first tokens."""
+        """Take batch size, widths, dtype and device from the first tokens."""
         self.latents.lazy_initialization(key_states, key_states[..., :0])
         self.exact.lazy_initialization(value_states, value_states[..., :0])
         self.is_initialized = True
 
     def visible(self, queries: int, device: torch.device) -> Tensor:
-        """Return which of the exact tokens that `update` will return the next `queries` tokens see: see
-        `SinkWindowLayer`."""
+        """Return the mask of the full-precision tokens that `update` will return, see `SinkWindowLayer.visible`."""
         return self.exact.visible(queries, device)
 
     def slots(self, queries: int, device: torch.device) -> Tensor:
-        """Positions of those tokens in each row [B, s + w + queries]; those that nobody sees are anywhere."""
+        """Return the positions [B, s + w + queries] of these tokens; arbitrary for tokens that the mask hides."""
         return self.exact.slots(queries, device)
 
     def update(self, latent: Tensor, exact: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds latents [B, 1, n, r] and exact numbers [B, 1, n, e]; returns those of all, and of the exact, tokens."""
+        """Append latents [B, 1, n, r] and full-precision elements [B, 1, n, e]; return both of all cached tokens."""
         if not self.is_initialized:
             self.lazy_initialization(latent, exact)
         latent, _ = self.latents.update(latent, latent[..., :0])
@@ -88,15 +87,15 @@ class ExactWindowLayer(CompactLayer):
         return latent, exact
 
     def get_seq_length(self) -> int:
-        """Tokens that have come."""
+        """Return the number of tokens seen."""
         return self.exact.seen
 
     def reserve(self, tokens: int) -> None:
-        """Allocate memory for the latents of that many tokens at once."""
+        """Have the first update allocate memory for the latents of `tokens` tokens."""
         self.latents.reserve(tokens)
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drop all tokens."""
         self.latents.reset()
         self.exact.reset()
         self.is_initialized = False
@@ -109,5 +108,5 @@ class ExactWindowLayer(CompactLayer):
 
 
 def exact_window_tokens(sinks: int, window: int, tokens: int) -> int:
-    """Tokens of `tokens` whose exact numbers an `ExactWindowLayer` holds between two forward passes."""
+    """Return how many of `tokens` tokens an `ExactWindowLayer` holds in full precision between forward passes."""
     return min(tokens, sinks + window - 1)

@@ -1,14 +1,14 @@
-"""Keys and values of a layer's heads, expanded from its latents: what a prompt reads.
+"""Prefill of MLA with keys and values expanded from latents to heads.
 
-In the absorbed form a query is r + ρ wide and its values are r wide, in a head of the source both are d wide. A step of
-decoding waits for bytes, so it reads latents; a prompt waits for operations, so one layer's keys and values are
-expanded while it is read, as in prefills of DeepSeek-V2 (arXiv:2405.04434, section 2.1). Keys are rotated as heads,
-which gives the scores of the absorbed form where there are `HeadPairs`.
+The absorbed form has queries of width r + ρ and values of width r; heads of the source have width d. Decoding is
+memory-bound and reads latents. Prefill is compute-bound, so the keys and values of one layer at a time are expanded, as
+in DeepSeek-V2 (arXiv:2405.04434, section 2.1). Keys are rotated per head, which gives the same scores as the absorbed
+form if the weights have `HeadPairs`.
 
-Shapes: B batch, T new tokens, S tokens in the cache, H query heads, K heads that are expanded, d head_dim, v its width
-in values, r kv_lora_rank, ρ width of the shared RoPE key.
+Shapes: B batch, T new tokens, S tokens in the cache, H query heads, K expanded heads, d head_dim, v value head_dim, r
+kv_lora_rank, ρ width of the shared RoPE key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def attend_expanded(
     mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs [B, T, H, v] and, if eager, weights [B, H, T, S].
+    """Compute attention over expanded keys and values: outputs [B, T, H, v] and, if eager, weights [B, H, T, S].
 
     Args:
-        order: of the layer's weights.
-        module: the attention layer, with `query_up` and `value_up`, as `attend` reads it.
+        order: channel order of the layer's weights.
+        module: attention module with `query_up` and `value_up`, passed to `attend`.
         query: [B, H, T, d], not rotated.
-        latents: of all tokens, [B, 1, S, r + ρ], not rotated.
-        gains: nothing, or one tensor [B, 1, S, G] of factors of the source's keys.
-        angles: cos and sin of all component pairs, [B, 1, S, ρ/2]; those of the queries are the last T.
-        mask: as `attend` takes it.
+        latents: latents and shared keys of all tokens [B, 1, S, r + ρ], not rotated.
+        gains: empty, or one tensor [B, 1, S, G] that scales the keys (inverse rms of a key norm).
+        angles: cos and sin [B, 1, S, ρ/2] of all component pairs; the last T positions are those of the queries.
+        mask: attention mask for `attend`.
     """
     num_tokens = query.shape[2]
     cos, sin = angles[0][..., order.pairs], angles[1][..., order.pairs]
@@ -57,13 +57,13 @@ def attend_expanded(
 
 
 def _rotated(order: HeadPairs, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [B, ·, ·, d], channels in order, rotated."""
+    """Rotate heads [B, ·, ·, d] with channels in the given order."""
     turning, still = heads.split((2 * len(order.pairs), heads.shape[-1] - 2 * len(order.pairs)), dim=-1)
     return torch.cat((rotate_pairs(turning, cos, sin), still), dim=-1)
 
 
 class _WithGroups:
-    """An attention layer whose keys are shared by another number of query heads, which transformers asks it for."""
+    """Proxy of an attention module with another `num_key_value_groups`, which transformers' attention reads."""
 
     def __init__(self, module: nn.Module, num_key_value_groups: int):
         self._module, self.num_key_value_groups = module, num_key_value_groups

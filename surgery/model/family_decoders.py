@@ -5,7 +5,7 @@ their decoders have `embed_tokens`, `layers` and `norm`, their layers `input_lay
 `q_proj`, `k_proj`, `v_proj` and `o_proj`; what they compute is the family's own code. Layers of Granite 4 hand
 `position_ids` on to their attention.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from typing import ClassVar

@@ -1,13 +1,13 @@
-"""A cache in which adjacent layers store their tokens together, once a block of tokens is complete.
+"""Cache in which a group of adjacent layers stores tokens together, one complete block of tokens at a time.
 
-Positions are places in the cache, from 0 on, padding included. Blocks of C positions begin at multiples of C. A query
-at position m reads tokens exactly if they stand in its own block so far, among the last `window` positions (n > m -
-window) or among the first `sinks`; all others as the group's store gives them back. What a query reads is so a function
-of the text alone, whatever pieces the text comes in, as long as no piece reaches over the end of a block.
+Positions are indices in the cache from 0 on, padding included. Blocks of C positions begin at multiples of C. A query
+at position m reads in full precision the tokens of its own block, the last `window` tokens (n > m - window) and the
+first `sinks`; it reads all others from the group's store. So the keys of a query depend on the text alone, however the
+text is split into pieces, as long as no piece crosses the end of a block.
 
-Shapes: B batch, T new tokens, S tokens in all, n elements of a token in one layer, W layers of a group.
+Shapes: B batch, T new tokens, S all tokens, n elements of a token in one layer, W layers of a group.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .step_memo import once
 
 @dataclass(frozen=True)
 class Reading:
-    """Tokens that the queries of one piece read, and their form: rebuilt ones first, exact ones after them.
+    """Tokens that the queries of one piece read: rebuilt ones first, then full-precision ones.
 
     Attributes:
         first: position of the first query.
-        queries: how many.
-        block_start: of the block that all queries stand in.
-        rebuilt: positions [start, stop) that are read from the group's store.
-        exact: positions of the tokens that are read exactly, int64, ascending.
+        queries: number of queries.
+        block_start: start of the block of all queries.
+        rebuilt: range [start, stop) of positions that are read from the group's store.
+        exact: positions of the tokens that are read in full precision, int64, ascending.
     """
 
     first: int
@@ -47,13 +47,13 @@ class Reading:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Positions of all keys, int64 [K]; one that some queries read rebuilt and others exactly is there twice."""
+        """Positions of all keys, int64 [K]; twice if some queries read a token rebuilt and others in full precision."""
         return torch.cat([torch.arange(*self.rebuilt, device=self.exact.device), self.exact])
 
     def select(self, mask: Tensor | None) -> Tensor | None:
-        """The mask over keys [·, 1, T, K] from the one over positions [·, 1, T, S], bool or additive.
+        """Convert a mask over positions [·, 1, T, S], bool or additive, to one over keys [·, 1, T, K].
 
-        None is one query, or a prompt within the first block, whose keys are its positions in order.
+        None stays None: one query, or a prompt within the first block, whose keys are all positions in order.
         """
         if mask is None:
             return None
@@ -75,21 +75,21 @@ class Reading:
 
 
 class GroupLayer(CompactLayer):
-    """The cache of one layer of a group.
+    """Cache layer of one layer of a group.
 
     Attributes:
-        store: what all layers of the group share; the layer at place 0 answers for it.
-        place: of the layer in its group, from 0 on.
-        block: C; None for one block that is the first piece, whatever its length, and exact tokens after it.
-        seen: tokens that have come.
-        keys: exact tokens [B, 1, kept, n], see `exact_tokens`.
-        values: what every token keeps beside them in this layer [B, 1, S, ·]; zero-width as a rule.
+        store: store that all layers of the group share; the layer at index 0 resets and measures it.
+        place: index of the layer in its group, from 0 on.
+        block: C; None if the first piece is the only block and later tokens stay in full precision.
+        seen: number of tokens seen.
+        keys: full-precision tokens [B, 1, kept, n], see `exact_tokens`.
+        values: further elements of every token in this layer [B, 1, S, ·]; usually of width 0.
     """
 
     form = "a cache shared by a group of layers"
 
     def __init__(self, store: GroupStore, place: int, block: int | None, sinks: int = 0, window: int = 0) -> None:
-        """Raises ValueError unless `block` ≥ 1, `sinks` ≥ 0 and `window` ≥ 0."""
+        """Make an empty layer; ValueError unless `block` ≥ 1, `sinks` ≥ 0 and `window` ≥ 0."""
         super().__init__()
         if (block is not None and block < 1) or sinks < 0 or window < 0:
             raise ValueError(f"blocks of {block} tokens with {sinks} sinks and a window of {window} are impossible")
@@ -97,19 +97,19 @@ class GroupLayer(CompactLayer):
         self.block, self.sinks, self.window = block, sinks, window
         self.seen = 0
         self._first_piece = 0
-        self._passing: Tensor | None = None  # tokens that `settle` has to sort, while attention reads them
+        self._passing: Tensor | None = None  # tokens of the last update, until `settle`
 
     def settings(self) -> tuple:
-        """Block, sinks, window and those of the store."""
+        """Return block, sinks, window and the settings of the store."""
         return self.block, self.sinks, self.window, *self.store.settings()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes batch, widths, dtype and device from the first tokens."""
+        """Take batch size, widths, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
         self.is_initialized = True
 
     def reading(self, queries: int, device: torch.device) -> Reading:
-        """Return the reading of the next `queries` tokens, from those that `update` will return and the store."""
+        """Return the `Reading` of the next `queries` tokens; ValueError if they cross the end of a block."""
         stop = self.seen + queries
         start = self._block_start(self.seen)
         if self.block is not None and stop > start + self.block:
@@ -124,10 +124,11 @@ class GroupLayer(CompactLayer):
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, 1, T, n] and what they keep beside [B, 1, T, ·].
+        """Append tokens [B, 1, T, n] and their further elements [B, 1, T, ·].
 
         Returns:
-            The exact tokens at the positions of `reading` [B, 1, E, n], and what is kept beside of all [B, 1, S, ·].
+            Full-precision tokens [B, 1, E, n] at the `exact` positions of `reading`, and further elements of all
+            tokens [B, 1, S, ·].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -142,9 +143,9 @@ class GroupLayer(CompactLayer):
         return self._passing, self.values
 
     def settle(self, encode: Callable[[Tensor], Tensor]) -> None:
-        """Hands a block that is complete over to the store, as `encode` gives it, and drops what no query reads.
+        """Write a complete block, encoded by `encode`, to the store, and drop tokens that no later query reads.
 
-        To be called after each `update`, once attention has read the tokens.
+        Call it after each `update`, once attention has read the tokens.
         """
         complete = self.seen == self._first_piece if self.block is None else self.seen % self.block == 0
         if complete:
@@ -168,11 +169,11 @@ class GroupLayer(CompactLayer):
         dtype: torch.dtype,
         prompt: int | None = None,
     ) -> int:
-        """Bytes that the layer will hold after `tokens` tokens, its group's store counted at place 0.
+        """Predict the bytes of the layer after `tokens` tokens; the layer at index 0 includes the group's store.
 
         Args:
-            key_dim: n, of one head; value_dim: what a token keeps beside.
-            prompt: tokens of the first piece, all by default; where it is the only block, the rest stay exact.
+            key_dim: n, per head; value_dim: further elements of a token.
+            prompt: tokens of the first piece, all by default; if it is the only block, the rest stay in full precision.
         """
         if self.block is None:
             stored = tokens if prompt is None else min(prompt, tokens)
@@ -187,15 +188,15 @@ class GroupLayer(CompactLayer):
         return batch * (numbers * dtype.itemsize + indices)
 
     def reserve(self, tokens: int) -> None:
-        """Allocate memory for that many tokens at once, in the group's store too."""
+        """Have the first update allocate memory for `tokens` tokens, in the group's store too."""
         self.reserved = self.store.reserved = tokens
 
     def get_seq_length(self) -> int:
-        """Tokens that have come."""
+        """Return the number of tokens seen."""
         return self.seen
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drop all tokens."""
         self.keys = self.values = self._passing = None
         self.seen = self._first_piece = 0
         self.is_initialized = False
@@ -209,11 +210,11 @@ class GroupLayer(CompactLayer):
 
     @property
     def _kept(self) -> tuple[int, int]:
-        """Sinks and later tokens that stay exact after `seen`."""
+        """Numbers of sinks and of later tokens that stay in full precision after `seen` tokens."""
         return min(self.seen, self.sinks), self.seen - self._tail_start(self.seen)
 
     def _tail_start(self, length: int) -> int:
-        """The first position behind the sinks whose token a query at position `length` or later reads exactly."""
+        """Return the first position after the sinks that queries from `length` on read in full precision."""
         return max(min(length, self.sinks), min(self._block_start(length), length - self.window + 1))
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -224,6 +225,6 @@ class GroupLayer(CompactLayer):
 
 
 def exact_tokens(tokens: int, block: int, sinks: int, window: int) -> int:
-    """Exact tokens that each `GroupLayer` keeps after `tokens` tokens, between two forward passes."""
+    """Return how many of `tokens` tokens a `GroupLayer` keeps in full precision between forward passes."""
     sink_tokens = min(tokens, sinks)
     return sink_tokens + tokens - max(sink_tokens, min(tokens // block * block, tokens - window + 1))

@@ -2,7 +2,7 @@
 
 Shapes: B batch, S tokens stored, W layers of the group, n elements of a token in one layer (its keys, then its values).
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The entry of a layer of the family's own attention with another number of KV heads, kind "grouped".
+"""Entry of a layer of the family's own attention with another number of KV heads, kind "grouped".
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ class GroupedEntry(LayerEntry):
     kv_heads: int
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the number of KV heads."""
+        """Return the error of the number of KV heads."""
         if self.kv_heads < 1 or config.num_attention_heads % self.kv_heads:
             return f"{config.num_attention_heads} query heads do not divide over {self.kv_heads} KV heads"
         return None
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
-        """Keys and values of its KV heads."""
+        """Return the shape of the keys and values of `kv_heads` heads."""
         return self.kv_heads, head_dim_of(config), head_dim_of(config)

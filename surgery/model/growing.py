@@ -1,14 +1,14 @@
-"""Tensors that grow along one dimension in place, in memory with some room to spare.
+"""Tensors that grow in place along one dimension, in a buffer with spare capacity.
 
-`torch.cat` copies a cache at every step of decoding and moves it. Here a tensor is a view of the filled part of a
-larger buffer, which it carries with it; whatever else is made of the view (rows selected, a slice, a clone) carries
-none and moves once when it grows next. So caches stay plain tensors.
+`torch.cat` would copy the cache at every decode step. Here a tensor is a view of the filled part of a larger buffer,
+which it references as an attribute. Tensors derived from the view (selected rows, slices, clones) lose the reference
+and are copied once when they grow next. So caches stay plain tensors.
 
-The room to spare is as much as is filled, but no less than 16 entries and no more than 256, or what a caller reserves.
-Copying the cache once in 256 steps takes less than a hundredth of the time in which attention reads it; more room would
-take memory that the cache is there to save.
+The spare capacity equals the filled size, within 16 and 256 entries, unless a caller reserves more. One copy in 256
+steps takes less than a hundredth of the time in which attention reads the cache; more capacity would waste the memory
+that a compact cache saves.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 LEAST_ROOM, MOST_ROOM = 16, 256
-"""Entries to spare in memory that is allocated anew."""
+"""Bounds of the spare entries in a new buffer."""
 
 _ROOM = "_surgery_room"
 
 
 @dataclass
 class _Room:
-    """The memory behind a growing tensor.
+    """Buffer of a growing tensor.
 
     Attributes:
-        buffer: all of it.
-        filled: entries that some view holds. A view with fewer is of a copy of the cache, or of a step that failed, and
-            must not write behind its end.
+        buffer: the whole allocation.
+        filled: entries in use. A view with fewer belongs to a copy of the cache or to a failed step, and must not write
+            after its end.
     """
 
     buffer: Tensor
@@ -41,11 +41,11 @@ class _Room:
 def append(
     stored: Tensor | None, new: Tensor, dim: int = -2, *, capacity: int = 0, max_size: int | None = None
 ) -> Tensor:
-    """Return `stored` and after it `new`, along a negative dimension; in the memory of `stored` if there is room.
+    """Concatenate `stored` and `new` along a negative dimension, in the buffer of `stored` if it has room.
 
     Args:
-        capacity: entries to have memory for, if it has to be allocated.
-        max_size: entries that there will ever be, if that is known.
+        capacity: entries to allocate memory for, if a new buffer is needed.
+        max_size: most entries ever, if known.
     """
     if stored is None:
         stored = new.narrow(dim, 0, 0)
@@ -67,9 +67,9 @@ def append(
 
 
 def refill(stored: Tensor | None, new: Tensor, dim: int = -2, *, max_size: int) -> Tensor:
-    """Return a copy of `new`, in the memory of `stored` if that is large enough; they must not overlap.
+    """Return a copy of `new`, in the buffer of `stored` if it is large enough; the two must not overlap.
 
-    `max_size`: entries that there will ever be.
+    `max_size`: most entries ever.
     """
     room: _Room | None = getattr(stored, _ROOM, None)
     if room is None or new.shape[dim] > room.buffer.shape[dim] or _needs_copy(new) or not _writable(room, new, dim):
@@ -86,13 +86,13 @@ def _filled(room: _Room, dim: int, size: int) -> Tensor:
 
 
 def _needs_copy(*tensors: Tensor) -> bool:
-    """Return whether memory must not be shared: gradients go through it, or a compiler cannot see who else holds it."""
+    """Return whether buffers must not be shared: autograd needs the tensors, or a compiler cannot track aliases."""
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return needs_gradient or torch.compiler.is_compiling()
 
 
 def _writable(room: _Room, new: Tensor, dim: int) -> bool:
-    """Return whether entries of `new` fit the buffer: dtype, device and the other dimensions are those of it."""
+    """Return whether `new` fits the buffer in dtype, device and all other dimensions, and the buffer is writable."""
     buffer = room.buffer
     entry, shape = list(buffer.shape), list(new.shape)
     entry[dim] = shape[dim] = 0

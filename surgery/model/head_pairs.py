@@ -1,12 +1,12 @@
-"""Pairs of a head's channels that rotate together, found in the weights of an MLA layer.
+"""Detection of the channel pairs of a head that rotate together, from the weights of an MLA layer.
 
-Queries are rotated in the latent space. Keys of heads can be rotated in theirs, with the same scores, where `query_up`
-commutes with the rotation: where it takes each pair of a head's channels, as a complex number, to component pairs of
-one frequency by complex factors. Conversions write such weights; weights that were trained freely are not.
+Absorbed MLA rotates queries in the latent space. Expanded keys can be rotated per head with the same scores if
+`query_up` commutes with the rotation: if it maps each pair of a head's channels, as a complex number, to component
+pairs of one frequency by complex factors. Conversions write such weights; unconstrained training destroys the property.
 
-Shapes: H query heads, d head_dim, v its width in values, r kv_lora_rank, ρ width of the shared RoPE key.
+Shapes: H query heads, d head_dim, v value head_dim, r kv_lora_rank, ρ width of the shared RoPE key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 
 class HeadPairs(NamedTuple):
-    """Order of the channels of a layer's heads by their pairs.
+    """Order of the channels of a layer's heads by rotary pairs.
 
     Attributes:
-        channels: of a head [d]: pairs that rotate first, real and imaginary, then the others.
-        pairs: component pair [p] whose frequency each pair of channels has.
-        heads: K, those of the source's keys and values, or H where query heads have weights of their own.
+        channels: channel indices of a head [d]: rotating pairs first (real, imaginary), then channels without rotation.
+        pairs: index [p] of a component pair with the frequency of each channel pair.
+        heads: number of heads to expand: the source's KV heads, or H if query heads of a group have different weights.
     """
 
     channels: Tensor
@@ -32,13 +32,13 @@ class HeadPairs(NamedTuple):
 
     @classmethod
     def of(cls, query_up: Tensor, value_up: Tensor, groups: int, turns: list) -> HeadPairs | None:
-        """Make them of query_up [H, d, r + ρ] and value_up [H, v, r]; None where keys cannot be rotated as heads.
+        """Detect the pairs in query_up [H, d, r + ρ] and value_up [H, v, r]; None if keys cannot be rotated per head.
 
         Reads the weights on the host.
 
         Args:
-            groups: KV heads of the source. Their query heads share keys and values unless training set them apart.
-            turns: of each of the ρ/2 component pairs, what decides its rotation; equal ones turn alike.
+            groups: KV heads of the source. Query heads of a group share weights unless training has changed them.
+            turns: frequency and position axis of each of the ρ/2 component pairs; equal ones rotate alike.
         """
         factors = torch.view_as_complex(
             query_up[..., value_up.shape[-1] :].detach().cpu().float().unflatten(-1, (-1, 2)).contiguous()

@@ -1,10 +1,10 @@
-"""Attention whose heads differ: the first see all tokens, the others the first few and a window.
+"""Attention with full heads, which see all tokens, and streaming heads, which see sinks and a window.
 
-See `hybrid_cache` for what a streaming and a compensated head sees, and for the papers.
+See `hybrid_cache` for streaming and compensated heads, and for the papers.
 
 Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads, d head_dim, D hidden size.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ from .rotary import project_heads, rotation_of
 
 
 class HybridAttention(Accelerated, GroupedAttention):
-    r"""The family's attention with KV heads of three sorts, in this order: full, streaming, streaming and compensated.
+    r"""The family's attention with full, streaming, and compensated streaming KV heads, in this order.
 
-    Tensors are the family's, of `kv_heads` KV heads; H / G query heads in a row follow each KV head. Full heads are
-    read with the decoder's own mask. The others see key p from query q where q - p < `recent` or p - padding < `sinks`,
-    in every pass over a text. With N(q) dropped keys and their means k̄(q), v̄(q), a compensated head is
+    Tensors are the family's, of `kv_heads` KV heads; H / G adjacent query heads share a KV head. Full heads use the
+    decoder's own mask. In streaming heads query q sees key p if q - p < `recent` or p - padding < `sinks`, in every
+    pass. With N(q) dropped keys and their means k̄(q), v̄(q), a compensated head is
 
         softmax([scaling · q kᵀ ; scaling · q k̄ᵀ + log N]) [v ; v̄].
     """
@@ -47,7 +47,7 @@ class HybridAttention(Accelerated, GroupedAttention):
 
     @classmethod
     def cache_layer_of(cls, entry: HybridEntry, whole: CompactLayer, codes: Any) -> HybridLayer:
-        """Make an empty layer of full and streaming heads."""
+        """Make an empty cache layer of full and streaming heads."""
         streaming = StreamingLayer(entry.sinks, entry.recent, entry.compensated_heads, codes)
         return HybridLayer(
             whole if entry.full_heads else None, streaming if entry.streaming_heads else None, heads=entry.full_heads
@@ -63,9 +63,9 @@ class HybridAttention(Accelerated, GroupedAttention):
         left_padding: LeftPadding | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D] → output [B, T, D] and, if eager and no head streams, weights [B, H, T, S].
+        """Compute the output [B, T, D] of hidden_states [B, T, D]; weights [B, H, T, S] if eager and no head streams.
 
-        `left_padding` of each row is read where there is no cache that knows it.
+        `left_padding` is used without a cache; a cache has its own.
         """
         batch, num_tokens, _ = hidden_states.shape
         query, key, value = project_heads(self, hidden_states, position_embeddings)
@@ -89,13 +89,13 @@ class HybridAttention(Accelerated, GroupedAttention):
         return self.o_proj(torch.cat(out, dim=2).reshape(batch, num_tokens, -1)), weights
 
     def _queries(self, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        """Return the queries [B, H, T, d] of the KV heads from `first` to `stop`."""
+        """Select the queries of KV heads `first` to `stop` - 1 from [B, H, T, d]."""
         return query[:, first * self.num_key_value_groups : stop * self.num_key_value_groups]
 
     def _streamed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: StreamingLayer, **kwargs
     ) -> torch.Tensor:
-        """Outputs [B, T, ·, d] of the heads that stream, of queries [B, H, T, d] and their keys and values."""
+        """Compute outputs [B, T, ·, d] of the streaming heads from queries [B, H, T, d] and new keys and values."""
         out = []
         compensated = self.num_kv_heads - self.compensated_heads
         for piece in layer.pieces(key, value):
@@ -123,15 +123,15 @@ class HybridAttention(Accelerated, GroupedAttention):
         dropped: Dropped,
         **kwargs,
     ) -> torch.Tensor:
-        """Outputs [B, n, ·, d] of the compensated heads, of queries [B, ·, n, d] and keys [B, Hc, K, d].
+        """Compute outputs [B, n, ·, d] of the compensated heads from queries [B, ·, n, d] and keys [B, Hc, K, d].
 
-        Every query has means of its own: they stand behind the keys, each seen by its query alone, with log N as the
-        additive mask. In fp32 at least, because log N in bf16 would be off by up to 3%.
+        Each query's means are appended to the keys, visible to that query alone, with log N as additive mask. Runs in
+        fp32 at least, because log N in bf16 would be off by up to 3%.
         """
         wide = dropped.keys.dtype
         least = torch.finfo(wide).min
         window = torch.zeros_like(visible, dtype=wide).masked_fill_(~visible, least)
-        logs = dropped.count.to(wide).log().clamp(min=least)  # of none, nothing
+        logs = dropped.count.to(wide).log().clamp(min=least)  # hides means of no tokens
         own = torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
         means = logs[:, None, None].masked_fill(~own, least)
         out, _ = attend(

@@ -1,14 +1,14 @@
-"""The cache of a layer whose heads differ: some keep all tokens, the others the first few and a window.
+"""Cache of a layer with full heads, which keep all tokens, and streaming heads, which keep sinks and a window.
 
-Retrieval heads and streaming heads as in DuoAttention (Xiao et al., arXiv:2410.10819), any share of them streaming,
-none and all included. A streaming head's query at place q sees the key at place p ≤ q if q - p < `recent` or
-p - padding < `sinks`, from the first token on; keys keep the rotation of their own position. So a plain forward pass
-with that mask, a prefill in any chunks and decoding are one function.
+Retrieval heads and streaming heads as in DuoAttention (Xiao et al., arXiv:2410.10819); any number of heads may stream.
+In a streaming head the query at position q sees the key at position p ≤ q if q - p < `recent` or p - padding < `sinks`.
+Keys keep the rotation of their own position. So a plain forward pass with that mask, a prefill in any chunks and
+decoding compute the same function.
 
-A compensated head sees one pair more: the means of the keys and of the values that the query no longer sees, with the
+A compensated head sees one more token: the means of the keys and of the values that the query no longer sees, with the
 logarithm of their number added to the logit (Tang et al., RazorAttention, arXiv:2407.15891, section 3.3).
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .sink_window_cache import SinkWindowLayer
 from .step_memo import once
 
 PIECE = 256
-"""Tokens that streaming heads take at once, at least: fewer would be many small products."""
+"""Least tokens of a piece in streaming heads; fewer would make many small matrix products."""
 
 
 class Dropped(NamedTuple):
-    """Pairs that the queries of one piece no longer see.
+    """Means of the tokens that each query of a piece no longer sees.
 
     Attributes:
-        keys, values: means [B, Hc, n, d] of each query's dropped tokens, in fp32 at least; 0 where there are none.
-        count: how many they are, int64 [B, n].
+        keys, values: means [B, Hc, n, d] over each query's dropped tokens, in fp32 at least; 0 without any.
+        count: number of dropped tokens, int64 [B, n].
     """
 
     keys: Tensor
@@ -44,13 +44,14 @@ class Dropped(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """New tokens on their way through a `StreamingLayer`.
+    """A piece of new tokens, with the keys and values that its queries attend to.
 
     Attributes:
-        tokens: which of the new ones.
-        slots: places of the keys in each row [B, K], padding counted, if asked for; of those that nobody sees, any.
-        visible: which keys each query sees [B, 1, n, K], bool.
-        keys, values: what the layer returned [B, H, K, d].
+        tokens: slice of the new tokens.
+        slots: positions of the keys in each row [B, K], padding included; arbitrary for hidden keys; None if not
+            requested.
+        visible: mask of the keys that each query sees [B, 1, n, K], bool.
+        keys, values: keys and values returned by the layer [B, H, K, d].
     """
 
     tokens: slice
@@ -61,21 +62,21 @@ class Piece(NamedTuple):
 
 
 class StreamingLayer(SinkWindowLayer):
-    """Sinks and a window of all heads that stream, as `SinkWindowLayer` keeps them, and sums of what it dropped.
+    """Sinks and window of all streaming heads of a layer, and sums of dropped tokens.
 
-    With `codes` (`TokenCodes`) each token is quantized when it comes and read quantized from then on, in the pass that
-    brings it as well; `keys` and `sink_keys` are then codes of keys and values, `values` and `sink_values` what scales
-    them.
+    With `codes` (`TokenCodes`) each token is quantized on arrival and read quantized, already in the pass that adds it.
+    `keys` and `sink_keys` then hold the packed codes of keys and values; `values` and `sink_values` hold scales and
+    zero points.
 
     Attributes:
-        key_sums, value_sums: of the dropped tokens of the last `compensated` heads [B, Hc, d], in fp32 at least, of
-            keys and values as they were read; None without such heads or tokens.
+        key_sums, value_sums: sums [B, Hc, d] over the dropped tokens of the last `compensated` heads, in fp32 at least,
+            of dequantized keys and values; None without such heads or tokens.
     """
 
     form = "a cache of streaming heads"
 
     def __init__(self, sinks: int, recent: int, compensated: int = 0, codes: Any = None) -> None:
-        """Raises ValueError unless `sinks` ≥ 0, `recent` ≥ 1 and `compensated` ≥ 0."""
+        """Make an empty layer; ValueError unless `sinks` ≥ 0, `recent` ≥ 1 and `compensated` ≥ 0."""
         super().__init__(sinks, recent)
         if compensated < 0:
             raise ValueError(f"{compensated} compensated heads are impossible")
@@ -85,13 +86,13 @@ class StreamingLayer(SinkWindowLayer):
         self._dropped: Dropped | None = None
 
     def settings(self) -> tuple:
-        """Sinks, recent, how many heads are compensated, and how tokens are quantized."""
+        """Return sinks, recent, compensated heads and the settings of the quantization."""
         return self.sinks, self.recent, self.compensated, self.codes and self.codes.settings()
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes after `tokens` tokens of rows of which one at least has no padding."""
+        """Predict the bytes after `tokens` tokens, if at least one row has no padding."""
         if not tokens:
             return 0
         if self.codes is None:
@@ -101,35 +102,35 @@ class StreamingLayer(SinkWindowLayer):
         return batch * (heads * self.kept(tokens) * token + self.mean_bytes(key_dim, value_dim, dtype))
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after the update of each piece."""
+        """Predict the bytes after the update of each piece."""
         for first in range(past_length, past_length + new, self.piece):
             last = min(first + self.piece, past_length + new)
             means = cached.batch * self.mean_bytes(cached.key_dim, cached.value_dim, cached.dtype)
             read = cached.token_bytes * (self.kept(first) + last - first) + means * (last - first)
-            # The count of a query's dropped tokens is an int64 of each row.
+            # `Dropped.count` is int64, per row and query.
             counts = cached.batch * (last - first) * 8 if self.compensated else 0
             yield cached.held(last) + read + counts
 
     def mean_bytes(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of what each query of a row gets of the compensated heads' dropped tokens, and of their sums."""
+        """Return the bytes of a row's means for one query, or of its sums, over all compensated heads."""
         return self.compensated * (key_dim + value_dim) * _wide(dtype).itemsize
 
     @property
     def wide_tensors(self) -> list[Tensor]:
-        """Tensors that are held in fp32 at least, whatever the model's dtype."""
+        """Tensors in fp32 at least, whatever the model's dtype."""
         return [] if self.key_sums is None else [self.key_sums, self.value_sums]
 
     def kept(self, tokens: int) -> int:
-        """Tokens held after `tokens` have come."""
+        """Return the number of tokens held after `tokens` tokens were seen."""
         return min(tokens, self.sinks + self.recent - 1)
 
     @property
     def piece(self) -> int:
-        """Tokens that `pieces` takes at once."""
+        """Number of tokens per piece of `pieces`."""
         return max(PIECE, self.sinks + self.recent)
 
     def pieces(self, key_states: Tensor, value_states: Tensor, *, with_slots: bool = False) -> Iterator[Piece]:
-        """Adds tokens [B, H, T, d] piece by piece, so that T may be long: time and memory are O(T · window)."""
+        """Append tokens [B, H, T, d] and yield them in pieces, so that time and memory are O(T · window)."""
         for first in range(0, key_states.shape[-2], self.piece):
             tokens = slice(first, first + self.piece)
             keys, values = key_states[..., tokens, :], value_states[..., tokens, :]
@@ -138,7 +139,7 @@ class StreamingLayer(SinkWindowLayer):
             yield Piece(tokens, slots, visible, *self.update(keys, values))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns sinks, window and these [B, H, s + w + n, d]; see `visible`."""
+        """Append tokens [B, H, n, d]; return sinks, window and new tokens [B, H, s + w + n, d], masked by `visible`."""
         start, first = self.window_start, self.seen
         if self.codes is None:
             keys, values = super().update(key_states, value_states)
@@ -149,7 +150,7 @@ class StreamingLayer(SinkWindowLayer):
         return keys, values
 
     def _update_codes(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """`update` of a layer that keeps codes of keys and values as its keys, and what scales them as its values."""
+        """Quantize and append tokens: codes of keys and values as keys, scales and zero points as values."""
         (key_codes, key_numbers), (value_codes, value_numbers) = map(self.codes.encode, (key_states, value_states))
         codes, numbers = super().update(
             torch.cat([key_codes, value_codes], dim=-1), torch.cat([key_numbers, value_numbers], dim=-1)
@@ -159,30 +160,31 @@ class StreamingLayer(SinkWindowLayer):
         return keys, self.codes.decode(codes[..., first:], numbers[..., second:], value_states.shape[-1])
 
     def take_dropped(self) -> Dropped:
-        """Return the pairs that the queries of the last `update` no longer see; may be taken once."""
+        """Return the means of dropped tokens for the queries of the last `update`, once."""
         dropped, self._dropped = self._dropped, None
         return dropped
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the sizes of the mask over all tokens, for other layers: this one has its own, see `visible`."""
+        """Return the mask sizes over all tokens, for other layers; streaming heads use `visible`."""
         return self.seen + query_length, 0
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drop all tokens."""
         super().reset()
         self.key_sums = self.value_sums = self._dropped = None
 
     def _drop(self, keys: Tensor, values: Tensor, start: int, first: int) -> Dropped:
-        """Adds to the sums what left the window; the queries stand at `first`, …, and see what `update` returned.
+        """Add tokens that left the window to the sums; return the means for the queries from position `first` on.
 
-        `keys` and `values` [B, H, K, d] are sinks and then the tokens from place `start` on.
+        `keys` and `values` [B, H, K, d], as `update` returned them, are sinks and then the tokens from position `start`
+        on.
         """
         offset = keys.shape[-2] - (self.seen - start)
         leaving = self.window_start - start
         rows = self.padding.on(keys.device)
 
         def counts() -> tuple[Tensor, Tensor, Tensor]:
-            """Return which leaving tokens count, how many of them each query no longer sees, and how many of all."""
+            """Return the mask of leaving tokens that are no sinks, and dropped tokens per query: leaving, and all."""
             places = start + torch.arange(leaving, device=keys.device)
             own = torch.arange(first, self.seen, device=keys.device)
             count = (own + 1 - self.recent - self.sinks - rows[:, None]).clamp(min=0)
@@ -209,11 +211,11 @@ class StreamingLayer(SinkWindowLayer):
 
 
 class HybridLayer(CompactLayer):
-    """The cache of one layer in two parts, which attention fills and reads apart by their own `update`.
+    """Cache layer of two parts, which attention updates separately.
 
     Attributes:
-        full: of what keeps all tokens; None if nothing does.
-        streaming: of what keeps sinks and a window; None if nothing does.
+        full: layer of the heads or latents that keep all tokens, or None.
+        streaming: layer of the heads or latents that keep sinks and a window, or None.
     """
 
     form = "a cache of full and streaming heads"
@@ -221,10 +223,10 @@ class HybridLayer(CompactLayer):
     def __init__(
         self, full: CompactLayer | None, streaming: StreamingLayer | None, *, heads: int = 0, width: int = 0
     ) -> None:
-        """Make the first `heads` of each token's KV heads full; or the first `width` elements of its only head's keys.
+        """Make the first `heads` KV heads full, or the first `width` elements of the keys of the only head.
 
         Raises:
-            ValueError: neither part.
+            ValueError: both parts are None.
         """
         if full is None and streaming is None:
             raise ValueError("a hybrid layer without heads is impossible")
@@ -234,22 +236,22 @@ class HybridLayer(CompactLayer):
 
     @property
     def parts(self) -> list[CompactLayer]:
-        """Existing parts."""
+        """Parts that are not None."""
         return [part for part in (self.full, self.streaming) if part is not None]
 
     @property
     def is_initialized(self) -> bool:
-        """Whether a token has come."""
+        """Whether a part holds tokens."""
         return any(part.is_initialized for part in self.parts)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether one pass over a text is another function than decoding it."""
+        """Whether one pass over a text computes something else than decoding it token by token."""
         return any(part.reads_ahead for part in self.parts)
 
     @property
     def padding(self) -> LeftPadding | None:
-        """Number of padding tokens at the start of each row; only a streaming part asks."""
+        """Left padding of each row, which only a streaming part needs."""
         return self.streaming and self.streaming.padding
 
     @padding.setter
@@ -258,12 +260,12 @@ class HybridLayer(CompactLayer):
             self.streaming.padding = padding
 
     def settings(self) -> tuple:
-        """Return the settings of the parts, and what belongs to which."""
+        """Return the settings of both parts, and the split of heads or elements."""
         settings = (part and (type(part), *part.settings()) for part in (self.full, self.streaming))
         return *settings, self.full_heads, self.full_width
 
     def part_sizes(self, heads: int, key_dim: int, value_dim: int) -> Iterator[tuple[CompactLayer, dict[str, int]]]:
-        """The parts, and of a token of those sizes what each gets, as `predicted_bytes` wants it."""
+        """Yield each part and its share of a token, as arguments of `predicted_bytes`."""
         for part in self.parts:
             is_full = part is self.full
             size = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
@@ -274,12 +276,12 @@ class HybridLayer(CompactLayer):
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes of both parts after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
+        """Predict the bytes of both parts after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         sizes = self.part_sizes(heads, key_dim, value_dim)
         return sum(part.predicted_bytes(tokens, batch=batch, **size, dtype=dtype) for part, size in sizes)
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after the full part's updates, next to what the streaming part held before; then after that one's."""
+        """Predict the bytes after the updates of the full part, then after those of the streaming part."""
         parts = [
             replace(cached, layer=part, **size)
             for part, size in self.part_sizes(cached.heads, cached.key_dim, cached.value_dim)
@@ -290,24 +292,24 @@ class HybridLayer(CompactLayer):
             yield from (others + part_bytes for part_bytes in part.updates(past_length, new))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raises ValueError: the parts take theirs from their own first tokens."""
+        """Raise ValueError: the parts initialize themselves."""
         self.update(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Raises ValueError."""
+        """Raise ValueError: attention updates the parts."""
         raise ValueError(f"{self.form} is filled by the model it belongs to, each part by its own update")
 
     def get_seq_length(self) -> int:
-        """Tokens that have come."""
+        """Return the number of tokens seen."""
         return self.parts[-1].get_seq_length()
 
     def reserve(self, tokens: int) -> None:
-        """Let the parts allocate memory for that many tokens."""
+        """Have the parts allocate memory for `tokens` tokens."""
         for part in self.parts:
             part.reserve(tokens)
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drop all tokens."""
         for part in self.parts:
             part.reset()
 

@@ -1,6 +1,6 @@
-"""The entry of a layer whose heads differ in what they see, kind "hybrid".
+"""Entry of a layer with full and streaming heads, kind "hybrid".
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from .layer_entry import LayerEntry, Windows, window_problem
 
 @dataclass(frozen=True, kw_only=True)
 class HybridEntry(GroupedEntry):
-    """KV heads of which the first see all tokens, the others the first tokens and a window.
+    """Attention with full heads, which see all tokens, and streaming heads, which see sinks and a window.
 
     Attributes:
-        full_heads: KV heads that see all tokens.
-        compensated_heads: the last of the others, with a token in the place of what they dropped (see `hybrid_cache`).
-        sinks, recent: first and last tokens that the others see, a query's own included.
-        head_order: a record: the source's KV head that stands at each place.
+        full_heads: KV heads that see all tokens; they come first.
+        compensated_heads: the last streaming heads, with a compensation token for dropped tokens (see `hybrid_cache`).
+        sinks, recent: first and last tokens that streaming heads see, the query's own included.
+        head_order: the source's KV head at each index; informational.
     """
 
     kind = "hybrid"
@@ -35,11 +35,11 @@ class HybridEntry(GroupedEntry):
 
     @property
     def streaming_heads(self) -> int:
-        """KV heads that do not see all tokens."""
+        """Number of KV heads that stream."""
         return self.kv_heads - self.full_heads
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the numbers of heads, their order or the window."""
+        """Return the error of the numbers of heads, their order or the window."""
         if problem := super().problem(config, index, entries):
             return problem
         heads, full, compensated = self.kv_heads, self.full_heads, self.compensated_heads
@@ -50,7 +50,7 @@ class HybridEntry(GroupedEntry):
         return window_problem(self.sinks, self.recent)
 
     def windows(self, config: Any) -> Windows:
-        """Query heads that see all tokens, those that stream, and those of them that are compensated."""
+        """Return the windows of full, plain streaming and compensated query heads."""
         size, window = config.num_attention_heads // self.kv_heads, self.sinks + self.recent
         plain = self.streaming_heads - self.compensated_heads
         return [

@@ -1,13 +1,12 @@
-"""Multi-head latent attention (MLA) with any ranks and frequencies, in the place of a family's own attention.
+"""Multi-head latent attention (MLA) with any ranks and frequencies, as a replacement of a family's own attention.
 
-The attention is that of DeepSeek-V2 (arXiv:2405.04434, eq. 37-47) in its absorbed form: the up-projections of keys and
-values are moved to the query and the output, so that attention reads the cached latent itself and keys and values are
-never expanded.
+The absorbed form of DeepSeek-V2 (arXiv:2405.04434, eq. 37-47): the up-projections of keys and values are applied to the
+query and the output instead, so that attention reads the cached latent itself. Keys and values are never expanded.
 
 Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads of the source, d head_dim, D hidden
 size, r kv_lora_rank, ρ width of the shared RoPE key.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Sequence
@@ -34,10 +33,10 @@ from .latent_entry import LatentEntry
 
 
 class LatentRotaryEmbedding(nn.Module):
-    """The rotation of one layer's shared key: an arbitrary list of ρ/2 inverse frequencies.
+    """Rotary embedding of one layer's shared key, with an arbitrary list of ρ/2 inverse frequencies.
 
     Attributes:
-        axes: of each pair, by which of a token's positions it turns, where a family has several (see `axis_decoder`).
+        axes: position axis of each pair, for families with several axes (see `axis_decoder`); else None.
     """
 
     axes: list[int] | None = None
@@ -51,17 +50,17 @@ class LatentRotaryEmbedding(nn.Module):
         return torch.tensor(self.frequencies, dtype=torch.float32, device=device)
 
     def _apply(self, fn, recurse=True):
-        # `model.to(bfloat16)` would round the frequencies, which long positions amplify: follow only the device.
+        # `model.to(bfloat16)` would round the frequencies, an error that grows with position: follow only the device.
         super()._apply(fn, recurse)
         self.inv_freq = self._as_tensor(self.inv_freq.device)
         return self
 
     def initialize_weights(self) -> None:
-        """Refill the buffer, which is on no checkpoint, after it came off the meta device."""
+        """Refill the non-persistent buffer after loading from the meta device."""
         init.copy_(self.inv_freq, self._as_tensor(self.inv_freq.device))
 
     def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [B, T], or of all axes [A, B, T] → cos, sin [B, 1, T, ρ/2] in fp32."""
+        """Compute cos and sin [B, 1, T, ρ/2] in fp32 of position_ids [B, T], or [A, B, T] with A axes."""
         if position_ids.ndim == 3 and self.axes is None:
             raise ValueError("positions of several axes: some rope_inv_freq are no frequencies of the family")
         of_pairs = position_ids[..., None]
@@ -72,7 +71,7 @@ class LatentRotaryEmbedding(nn.Module):
 
 
 class LatentAttention(Accelerated, nn.Module):
-    r"""Absorbed multi-head latent attention, fitted into the place of a family's stock attention module.
+    r"""Absorbed multi-head latent attention, a replacement of a family's stock attention module.
 
     Per head h, with c = kv_down(x) and R_m the rotation of position m:
 
@@ -81,9 +80,9 @@ class LatentAttention(Accelerated, nn.Module):
         score_h(m, n)      = scaling · ⟨q_latent_h(m), [latent_n ; k_rope_n]⟩ · key_irms_{g(h)}(n)
         out_h(m)           = value_up_h @ Σ_n softmax(score_h(m, ·))_n latent_n
 
-    The inverse rms of the source's keys, `key_irms` [B, T, G], is there only on the exact q/k-norm path: the norm
-    divides each key by a number that no fixed matrix can absorb, so that number is cached with the latent. The norm's
-    weight acts before the rotation: the converter has folded it into the key rows of `kv_down`.
+    `key_irms` [B, T, G], the inverse rms of the source's keys, is used only with an exact key norm (`key_norm_eps`):
+    the rms depends on the token, so no fixed matrix can absorb it, and its inverse is cached with the latent. The
+    norm's weight acts before the rotation: the converter has folded it into the key rows of `kv_down`.
     """
 
     def __init__(self, stock: nn.Module, entry: LatentEntry):
@@ -104,7 +103,7 @@ class LatentAttention(Accelerated, nn.Module):
                 raise ValueError(f"layer {self.layer_idx}: key_norm_eps is set, but {config.model_type} has no k_norm")
             self.k_proj = stock.k_proj
         self.key_gains = entry.key_gains(config)
-        # One latent for all heads, or one scaled copy of it for each group of heads that shares a norm.
+        # One latent for all heads, or one scaled copy per group of heads with the same rms.
         self.num_key_value_groups = self.num_heads // max(1, self.key_gains)
 
         bias = any(projection.bias is not None for projection in (stock.k_proj, stock.v_proj))
@@ -115,23 +114,23 @@ class LatentAttention(Accelerated, nn.Module):
         self.rotary = LatentRotaryEmbedding(entry.rope_inv_freq)
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
+        """Initialize tensors that the base model does not have; loaded tensors stay unchanged."""
         init.normal_(self.query_up, std=self.config.initializer_range)
         init.normal_(self.value_up, std=self.config.initializer_range)
         self.rotary.initialize_weights()
 
     def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
-        """Learn by which of a token's positions pairs turn, of a decoder that has several (see `axis_decoder`)."""
+        """Look up the position axis of each pair if the decoder has several axes (see `axis_decoder`)."""
         if hasattr(decoder, "axes_of"):
             self.rotary.axes = decoder.axes_of(self.rotary.frequencies)
 
     @property
     def latent_slices(self) -> list[slice]:
-        """Slices of `kv_down`'s outputs that are latents and may be cut after any of them, see `LowRankAttention`."""
+        """Slices of `kv_down`'s outputs that hold latents, truncatable to any length; see `LowRankAttention`."""
         return [slice(0, rank) for rank in self.ranks]
 
     def latent_readers(self) -> list[list[torch.Tensor]]:
-        """Return, for each of `latent_slices`, views [·, r] of all weights that read its latents."""
+        """Return, for each of `latent_slices`, views [·, r] of all weights that read these latents."""
         weights = [self.query_up[..., : self.kv_lora_rank].flatten(0, 1), self.value_up.flatten(0, 1)]
         return [weights] if self.latent_slices else []
 
@@ -147,13 +146,11 @@ class LatentAttention(Accelerated, nn.Module):
         axis_positions: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D], position_ids [B, T] → output [B, T, D] and, if eager, weights [B, H, T, S].
+        """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, S].
 
-        `position_embeddings` are the base family's cos and sin for a whole head; the latent has its own frequencies.
-        Families that hand on no `position_ids` (Llama 4) count places in the cache. `axis_positions` as in
-        `AxisDecoder`.
-        `left_padding` of each row is read where a layer streams and there is no cache that knows it, see
-        `StreamingLatentAttention`.
+        `position_embeddings`, the family's cos and sin for a whole head, are unused: the latent has own frequencies.
+        Without `position_ids` [B, T], which Llama 4 does not pass down, positions are those in the cache.
+        `axis_positions` as in `AxisDecoder`. `left_padding` is read by `StreamingLatentAttention` without a cache.
         """
         batch, num_tokens, _ = hidden_states.shape
         if position_ids is None:
@@ -166,8 +163,8 @@ class LatentAttention(Accelerated, nn.Module):
         if self.key_norm_eps is not None:
             positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
         kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
-        # A long prompt would cost fewer operations with keys and values expanded to d numbers a head, since
-        # r + ρ > d. One path for prompts and steps keeps their results equal and the memory small.
+        # Expanding keys and values to d elements per head would save operations in a long prompt, since r + ρ > d.
+        # One path for prefill and decoding keeps their results equal and the memory small.
         out, weights = self._attend(query, latent, positional, attention_mask, cache, left_padding, **kwargs)
         out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
@@ -182,7 +179,7 @@ class LatentAttention(Accelerated, nn.Module):
         left_padding: Any,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs [B, T, H, r] and, if eager, weights, of queries and of the new tokens' latent and positional part."""
+        """Cache the latents and positional parts of new tokens; return outputs [B, T, H, r] and, if eager, weights."""
         if self.kernel is not None:
             out = self.kernel(self, query, latent, positional, attention_mask, cache)
             if out is not None:
@@ -192,23 +189,23 @@ class LatentAttention(Accelerated, nn.Module):
         return attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
 
     def _latent_query(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Heads [B, T, H, d] → in the space of the latent key [B, H, T, r + ρ]."""
+        """Map queries [B, T, H, d] to the space of latent keys [B, H, T, r + ρ], and rotate their last ρ elements."""
         query = torch.einsum("bthd,hdk->bhtk", query, self.query_up)
         content, rope = query.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return torch.cat((content, rotate_pairs(rope, cos, sin)), dim=-1)
 
     def _key_irms(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Inverse rms of the source's keys before their norm: [B, T, D] → [B, 1, T, G], or one for all heads."""
+        """Compute the inverse rms of the source's keys before their norm: [B, T, D] → [B, 1, T, G or 1]."""
         key = self.k_proj(hidden_states).unflatten(-1, (self.key_gains, -1))
         key = key.to(torch.promote_types(key.dtype, torch.float32))
         irms = torch.rsqrt(key.square().mean(dim=-1) + self.key_norm_eps)
         return irms.to(hidden_states.dtype).unsqueeze(1)
 
     def _latent_key_value(self, latent: torch.Tensor, positional: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cached latent [B, 1, S, r] and positional part [B, 1, S, ρ (+ G)] → key [B, K, S, r + ρ], value [B, K, S, r].
+        """Build key [B, K, S, r + ρ] and value [B, K, S, r] from latent [B, 1, S, r] and positional part [B, 1, S, ·].
 
-        K is 1, or G with q/k-norm, where the scaled copies live only for the length of this call. The two parts are
-        cached apart, as in transformers' `deepseek_v3`, and joined here because the attention interface takes one key.
+        K is 1, or G with an exact key norm, whose scaled copies are freed after the call. The two parts are cached
+        apart, as in transformers' `deepseek_v3`, and joined here because the attention interface takes one key.
         """
         if self.key_norm_eps is None:
             return torch.cat((latent, positional), dim=-1), latent

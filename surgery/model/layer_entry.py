@@ -1,9 +1,9 @@
-"""The entries of `attention_layers` in config.json: what they have in common, and that of a family's own attention.
+"""Entries of `attention_layers` in config.json: the base class, and the entry of a family's own attention.
 
-Every kind has a dataclass in `<kind>_entry.py`, see `parts.KINDS`. No torch here: engines and the plugin for vLLM read
+Every kind has a dataclass in `<kind>_entry.py`, see `parts.KINDS`. No torch here: engines and the vLLM plugin read
 entries without a model.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 import json
@@ -12,25 +12,25 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 Windows = list[tuple[int, int | None, bool]]
-"""Groups of query heads: how many, the tokens that they see at most (None: all), and whether they are compensated."""
+"""Groups of query heads: number of heads, most tokens that they see (None: all), whether they are compensated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerEntry:
-    """Abstract base class of a layer's entry. A `config` is anything with the attributes of a `SurgeryConfig`.
+    """Abstract base class of a layer's entry. A `config` is any object with the attributes of a `SurgeryConfig`.
 
     Attributes:
         kind: value of `kind`; None for the family's own attention, whose entry is `null`.
-        attention: the part and the class of the attention module that is made of it.
-        nested: the dataclasses of fields that are dictionaries.
-        has_gate: whether outputs are multiplied by the gate of families that have one.
-        has_rope_part: whether rotated keys are cached apart, so that `kv_cache` may give them a format of their own.
-        shares_cache: whether the layer shares its cache with others.
-        streams: whether some heads or latents are kept for sinks and a window only.
-        has_window: whether full-precision tokens are kept next to latents.
-        joined: whether the layer reads what the layer before it has cached.
-        quantizes: whether the entry itself says how values are quantized, token by token.
-        ranks: latents of each block, of which the first so many are a smaller layer.
+        attention: names of the part and of the attention class in it.
+        nested: dataclasses of fields that are dictionaries in config.json.
+        has_gate: whether the attention applies the output gate of families that have one.
+        has_rope_part: whether rotated keys are cached apart from latents, so that `kv_cache` may set their format.
+        shares_cache: whether the layer shares its cache with other layers.
+        streams: whether some heads or latents are cached for sinks and a window only.
+        has_window: whether full-precision tokens are cached next to latents.
+        joined: whether the layer reads the cached latents of the layer before it.
+        quantizes: whether the entry itself defines a quantization token by token.
+        ranks: latent elements of each block; the leading ones alone form a smaller layer.
     """
 
     kind: ClassVar[str | None] = None
@@ -42,7 +42,7 @@ class LayerEntry:
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> "LayerEntry":
-        """Read an entry of config.json; ValueError for missing or unknown keys."""
+        """Parse an entry of config.json; ValueError for missing or unknown keys."""
         values = {name: value for name, value in entry.items() if name != "kind"}
         try:
             return cls(**{name: _frozen(value, cls.nested.get(name)) for name, value in values.items()})
@@ -50,16 +50,16 @@ class LayerEntry:
             raise ValueError(f"has keys {sorted(entry)}: {error}") from None
 
     def to_entry(self) -> dict[str, Any] | None:
-        """Return the entry of config.json; options that are not there are left out."""
+        """Return the entry for config.json, without options that are None."""
         options = {field.name for field in fields(self) if field.default is None}
         values = {name: value for name, value in asdict(self).items() if value is not None or name not in options}
         return json.loads(json.dumps({"kind": self.kind, **values}))  # tuples as lists
 
     def problem(self, config: Any, index: int, entries: Sequence["LayerEntry"]) -> str | None:
-        """Return what is wrong with the entry of layer `index` of all `entries`; None if nothing is."""
+        """Return the error of the entry of layer `index` among all `entries`; None if it is valid."""
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
-        """Heads of a token in the cache, and the widths of what each has in the place of a key and of a value."""
+        """Return the heads of a token in the cache, and their elements in the key and in the value tensor."""
         return kv_heads_of(config), head_dim_of(config), head_dim_of(config)
 
     def width(self, config: Any) -> int:
@@ -68,15 +68,15 @@ class LayerEntry:
         return heads * (key + value)
 
     def key_width(self, config: Any) -> int:
-        """Elements of a key as attention reads it."""
+        """Return the elements of a key as attention reads it."""
         rope = getattr(config, "qk_rope_head_dim", None)
         return head_dim_of(config) if rope is None else config.qk_nope_head_dim + rope
 
     def windows(self, config: Any) -> Windows | None:
-        """Tokens that query heads see; None where all see what the family's own do."""
+        """Return the windows of query heads; None if all see the same tokens as the family's own."""
 
     def gives_weights(self, config: Any) -> bool:
-        """Return whether there are attention weights over all tokens."""
+        """Return whether the attention can return weights over all tokens."""
         return all(not heads or window is None for heads, window, _ in self.windows(config) or ())
 
 
@@ -85,22 +85,22 @@ class StockEntry(LayerEntry):
     """The family's own attention."""
 
     def to_entry(self) -> None:
-        """Return what stands for it in `attention_layers`."""
+        """Return None, its entry in `attention_layers`."""
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
-        """Keys and values; of MLA the latent in place of a key and the rotated key in that of a value."""
+        """Return the shape of keys and values; MLA has the latent as key and the rotated key as value."""
         latent = caches_latents(config)
         return (1, config.kv_lora_rank, config.qk_rope_head_dim) if latent else super().cached_shape(config)
 
 
 def window_problem(sinks: int, recent: int) -> str | None:
-    """Return what is wrong with a window of the first and the last tokens; None if nothing is."""
+    """Return the error of a window of the first and the last tokens; None if it is valid."""
     message = f"a window of {recent} tokens with {sinks} sinks: at least 1 recent token and 0 sinks are needed"
     return message if sinks < 0 or recent < 1 else None
 
 
 def codes_problem(entry: LayerEntry) -> str | None:
-    """Return what is wrong with the `codes` of a layer that caches latents."""
+    """Return the error of the `codes` of a layer that caches latents; None if they are valid."""
     if entry.codes and entry.streams:
         return "codes are of latents that are kept for all tokens, and some of these stream"
     counts, rank = [channels for _, channels in entry.codes or ()], sum(entry.ranks)
@@ -114,12 +114,12 @@ def caches_latents(config: Any) -> bool:
 
 
 def kv_heads_of(config: Any) -> int:
-    """KV heads of a family's own attention."""
+    """Return the number of KV heads of a family's own attention."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def head_dim_of(config: Any) -> int:
-    """Elements of a head of a family's own attention."""
+    """Return the head dimension of a family's own attention."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

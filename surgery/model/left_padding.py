@@ -1,9 +1,9 @@
-"""Padding at the start of rows, as caches know it that treat first and last tokens apart.
+"""Left padding of batch rows, for caches that treat the first and the last tokens of a row differently.
 
-Masks are made of it on the device. The host knows bounds only, read once for a prompt: a step of decoding that had to
-read the device would wait for all work before it, and could not be recorded in a CUDA graph.
+Masks are built from it on the device. The host only has bounds, read once per prompt: a decode step that reads from the
+device would wait for all queued work, and could not be captured in a CUDA graph.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .cache_layer import CompactLayer
 
 
 class LeftPadding:
-    """Tokens that each row starts with and that are padding.
+    """Number of padding tokens at the start of each row.
 
     Attributes:
-        least, most: bounds of their number in a row; after rows were dropped not the narrowest.
-        has_gaps: whether padding came after the first token of a row too.
+        least, most: bounds of the numbers, not tight after rows were dropped.
+        has_gaps: whether a row also has padding after its first real token.
     """
 
-    # Positions, and no part of what a cache holds: `__slots__` keeps them out of measurements that walk attributes.
+    # Not cache content: `__slots__` hides the tensors from memory measurements that walk attributes.
     __slots__ = ("_copies", "_rows", "has_gaps", "least", "most")
 
     def __init__(self, rows: Sequence[int] | Tensor, bounds: tuple[int, int] | None = None, *, has_gaps: bool = False):
-        """`rows`: tokens of padding, one number a row, which `bounds` say without waiting for a device."""
+        """`rows`: padding tokens by row; `bounds`: their minimum and maximum, to save a wait for the device."""
         self._rows = rows if isinstance(rows, Tensor) else torch.tensor(rows)
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.least, self.most = bounds or (min(rows), max(rows))
@@ -37,7 +37,7 @@ class LeftPadding:
 
     @classmethod
     def of_mask(cls, mask: Tensor) -> LeftPadding:
-        """Read the padding off a mask [B, T], zero at padding."""
+        """Count the padding in a mask [B, T], zero at padding; waits for the device."""
         real = mask.bool()
         rows = (real.cumsum(-1) == 0).sum(-1)
         gaps = (real.sum(-1) + rows != mask.shape[-1]).any()
@@ -45,37 +45,37 @@ class LeftPadding:
         return cls(rows, (least, greatest), has_gaps=bool(has_gaps))
 
     def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-        """The number of each row [B]; the same tensor at every call."""
+        """Return the padding tokens of each row [B] on a device; the same tensor at every call."""
         if (device, dtype) not in self._copies:
             self._copies[device, dtype] = self._rows.to(device, dtype)
         return self._copies[device, dtype]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> LeftPadding:
-        """The padding of rows that `change`, which acts on dimension 0, selects."""
+        """Return the padding after `change`, which selects or repeats rows along dimension 0."""
         return LeftPadding(change(self._rows), (self.least, self.most), has_gaps=self.has_gaps)
 
     def tolist(self) -> list[int]:
-        """The number of each row; waits for the device."""
+        """Return the padding tokens of each row; waits for the device."""
         return self._rows.tolist()
 
 
 def set_padding(cache: Cache, mask: Tensor | None, rows: int | None = None) -> LeftPadding | None:
-    """Tell the layers with a `padding` how many tokens each row starts with that are none.
+    """Set the left padding of all cache layers with a `padding` attribute.
 
-    Known once a real token of every row has come, whatever chunks a prompt comes in. One tensor for all layers, so that
-    they share what is made of it.
+    The padding is final once every row has a real token, however the prompt is chunked. All layers get one tensor, so
+    that they share masks built from it.
 
     Args:
-        cache: one whose layers have seen the same tokens.
-        mask: [B, tokens that came and that come now], zero at padding; None without any.
-        rows: of the batch, to tell the layers of a new cache without a mask that there is no padding.
+        cache: cache whose layers hold the same tokens.
+        mask: attention mask [B, cached and new tokens], zero at padding; None without padding.
+        rows: batch size, to set zero padding on the layers of an empty cache if there is no mask.
 
     Returns:
-        The padding of each row if this call tells it, else None.
+        The padding if this call has set it from the mask, else None.
 
     Raises:
-        ValueError: a mask of another form, or padding after the first real token among tokens that came earlier. Steps
-            of one token are not looked at.
+        ValueError: a mask of another shape, or padding after the first real token among cached tokens. Steps of one
+            token are not checked.
     """
     layers = [layer for layer in cache.layers if hasattr(layer, "padding")]
     past_length = cache.get_seq_length()
@@ -101,12 +101,12 @@ def set_padding(cache: Cache, mask: Tensor | None, rows: int | None = None) -> L
 def layer_of(
     cache: Cache | None, index: int, new: CompactLayer, rows: int, padding: LeftPadding | None
 ) -> CompactLayer:
-    """The cache's layer `index`, or `new` for one call where there is no cache; its padding is known from here on.
+    """Return layer `index` of the cache, or `new` without a cache, with its padding set.
 
     Args:
-        new: an empty layer of the class that is wanted.
-        rows: of the batch.
-        padding: of this call; None is none.
+        new: empty layer of the expected class.
+        rows: batch size.
+        padding: padding for a layer without one; None for no padding.
 
     Raises:
         ValueError: the cache has a layer of another class.

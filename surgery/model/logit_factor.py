@@ -1,18 +1,18 @@
-"""Factor of the output projection's results, in the words of each family's config.
+"""Scale and softcap of the logits, under the names that the families' configs use.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from typing import Any
 
 CAPPED = ("gemma2", "gemma3_text")
-"""Families whose classes read `final_logit_softcapping`; others leave it unread."""
+"""Families whose classes apply `final_logit_softcapping`; others ignore it."""
 
 
 def logit_factor(config: Any) -> float:
-    """Return the factor of the logits: 1.0 for most; Granite divides by `logits_scaling`, Cohere has a `logit_scale`.
+    """Return the factor of the logits, 1.0 for most families.
 
-    MiniCPM3 multiplies by `dim_model_base` over its hidden size.
+    Granite divides by `logits_scaling`, Cohere has `logit_scale`, MiniCPM3 has `dim_model_base` / `hidden_size`.
     """
     if getattr(config, "dim_model_base", None):
         return config.dim_model_base / config.hidden_size
@@ -23,7 +23,7 @@ def logit_factor(config: Any) -> float:
 
 
 def logit_cap(config: Any) -> float | None:
-    """c of `c tanh(logits / c)`, which they pass last; None for most."""
+    """Return the softcap c in the final `c tanh(logits / c)`; None for most families."""
     family = getattr(config, "base_model_type", config.model_type)
     return getattr(config, "final_logit_softcapping", None) if family in CAPPED else None
 

@@ -7,7 +7,7 @@ bytes. Latents of earlier layers of a group may be read as well: they are in the
 Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads, d head_dim, D hidden size, r own
 latents, s latents of earlier layers.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The entry of a layer that rebuilds keys and values from latents, kind "low_rank".
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Sequence

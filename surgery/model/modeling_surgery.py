@@ -1,6 +1,6 @@
 """The remote code's entry module with all parts, for what no smaller one has.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from .axis_decoder import AxisDecoder

@@ -1,6 +1,6 @@
 """Vision-language model with converted attention in its language model; all else is the source class's own code.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedModel

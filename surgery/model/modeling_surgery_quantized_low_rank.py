@@ -1,6 +1,6 @@
 """The remote code's entry module where converted layers are low-rank attention with a cache of packed rows.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from .causal_model import SurgeryForCausalLM as BaseModel

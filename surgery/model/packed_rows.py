@@ -1,10 +1,10 @@
-"""Rows that hold several documents one after the other, as packed training makes them.
+"""Packed rows: several documents one after the other in a batch row, as in packed training.
 
-transformers reads the documents off `position_ids` that start again, where there is no cache, and makes a mask of them.
-A cache in another form than plain tensors has rules of its own (windows, first tokens, groups that share a scale), so
-attention reads each document of such a model apart, as if it were alone.
+Without a cache, transformers detects the documents by `position_ids` that restart, and masks attention between them.
+Windows, sinks and groups of quantized tokens count from the start of a document, so models with such a cache run
+attention on each document separately.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch._subclasses import FakeTensor
 from .cache_layer import Call, keeps_cache
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments by which kernels for rows of any lengths learn of documents."""
+"""Arguments that pass document boundaries to varlen kernels."""
 
 Spans = list[list[slice]]
-"""Tokens of each document, of each row; one list that holds for all rows where their positions are the same."""
+"""Token ranges of the documents of each row; a single list if all rows have the same positions."""
 
 
 def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
-    """Return the documents that the rows of a call hold; None where each holds one.
+    """Return the documents in the rows of a call; None if every row holds one.
 
-    Who knows them without a look at the device says so by `documents`, beside `position_ids` that start again.
-    Changes the call: documents that FlashAttention's arguments tell (`cu_seq_lens_q`, `seq_idx`) become `position_ids`,
-    and a mask of ones, which hides nothing and keeps transformers from masking documents, is dropped.
+    Callers who know them can pass `documents`, with `position_ids` that restart, to save a wait for the device.
+    Modifies the call: FlashAttention's `cu_seq_lens_q` or `seq_idx` become `position_ids`. A mask of ones is dropped,
+    since it would keep transformers from masking documents.
 
     Raises:
-        ValueError: a call whose documents cannot be kept apart.
+        ValueError: the documents of the call cannot be separated.
     """
     tokens = new_tokens(call)
     rows, length = tokens.shape[:2]
@@ -44,7 +44,7 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     if row_starts is not None and call.get("position_ids") is None:
         call["position_ids"] = _positions(row_starts)
     positions = _text_positions(call.get("position_ids"))
-    if positions is None or isinstance(positions, FakeTensor):  # which has a shape alone, as in estimates of memory
+    if positions is None or isinstance(positions, FakeTensor):  # no values, as in estimates of memory
         return None
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=-1) != 1
@@ -52,7 +52,7 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     if isinstance(mask, Tensor) and mask.ndim == 2:
         real = mask[:, -length:].bool()
         starts = starts & real
-        starts[:, 1:] &= real[:, :-1]  # the first token after padding follows no document
+        starts[:, 1:] &= real[:, :-1]  # the first token after padding starts no further document
     elif mask is not None:
         return None  # the caller's own mask
     if row_starts is not None and not torch.equal(row_starts, starts.expand_as(row_starts)):
@@ -74,12 +74,12 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
 
 
 def new_tokens(call: Call) -> Tensor:
-    """The tokens [B, T] of a call, or their embeddings [B, T, D]."""
+    """Return the input tokens [B, T] of a call, or their embeddings [B, T, D]."""
     return call["input_ids"] if call.get("inputs_embeds") is None else call["inputs_embeds"]
 
 
 def _told_starts(call: Call, rows: int, length: int, device: torch.device) -> Tensor | None:
-    """First tokens of documents, bool [B, T], as the arguments of varlen kernels tell them; None where none do."""
+    """Return the first tokens of documents, bool [B, T], from the arguments of varlen kernels; None without them."""
     if (number := call.get("seq_idx")) is not None:
         starts = torch.ones(rows, length, dtype=torch.bool, device=device)
         starts[:, 1:] = number.diff(dim=-1) != 0
@@ -96,13 +96,13 @@ def _told_starts(call: Call, rows: int, length: int, device: torch.device) -> Te
 
 
 def _positions(starts: Tensor) -> Tensor:
-    """Positions [B, T] that start again at the first token of each document."""
+    """Return positions [B, T] that restart at the first token of each document."""
     index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
     return index - torch.where(starts, index, 0).cummax(dim=-1).values
 
 
 def _text_positions(positions: Tensor | None) -> Tensor | None:
-    """The positions [B, T] of which transformers makes masks, among those of several axes."""
+    """Return the positions [B, T] that transformers builds masks from; None if positions have axes only."""
     if positions is None or positions.ndim == 2:
         return positions
     return positions[0] if positions.shape[0] == 4 else None

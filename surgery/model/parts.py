@@ -1,10 +1,10 @@
-"""The modules that only some checkpoints need, and which of them a configuration needs.
+"""Optional modules of the remote code, called parts, and the selection of those that a config needs.
 
-A checkpoint carries what all have in common and the parts of its own configuration. Its entry module (`modeling_…`)
-imports these; everything else asks for a part by `part` when it needs it, and so does not name it in an import, which
-transformers would follow.
+A checkpoint ships the common modules and the parts that its config needs. Only its entry module (`modeling_…`) imports
+parts. All other modules get them with `part()` at run time: transformers would follow an import and copy the file into
+every checkpoint.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 import sys
@@ -27,10 +27,10 @@ KINDS: dict[str, tuple[str, str]] = {
     "cross_layer_prompt": ("cross_layer_entry", "PromptBasisEntry"),
     "cross_layer_pairs": ("cross_layer_entry", "MergedPairEntry"),
 }
-"""The module and the dataclass of a layer's entry, by the `kind` in `attention_layers`."""
+"""Module and dataclass of a layer's entry, by its `kind` in `attention_layers`."""
 
 STREAMING_KINDS = {"latent": ("streaming_latent_entry", "StreamingLatentEntry")}
-"""The same where the entry says `streaming`, of kinds that have one of their own for it."""
+"""Module and dataclass of an entry with `streaming`, for kinds with a separate class for it."""
 
 DECODERS: dict[str, str] = {
     **dict.fromkeys(("gpt_neox", "gpt2", "granitemoehybrid"), "family_decoders"),
@@ -38,16 +38,16 @@ DECODERS: dict[str, str] = {
         ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"), "axis_decoder"
     ),
 }
-"""The part that has a decoder for a family, by the `model_type` of its language model."""
+"""Part that adapts a family's decoder, by the `model_type` of the language model."""
 
 QUANTIZED = ("compact_caches", "quantized_cache", "token_codes")
 
 
 def part(name: str) -> ModuleType:
-    """Return a module that the entry module has imported.
+    """Return a part that the entry module has imported.
 
     Raises:
-        ValueError: the checkpoint does not carry it.
+        ValueError: the checkpoint ships without this part.
     """
     if (module := loaded(name)) is None:
         raise ValueError(
@@ -58,12 +58,12 @@ def part(name: str) -> ModuleType:
 
 
 def loaded(name: str) -> ModuleType | None:
-    """Return a part; None if no entry module has imported it, as where a configuration is read alone."""
+    """Return a part; None if no entry module has imported it, as when only the config is loaded."""
     return sys.modules.get(f"{__package__}.{name}")
 
 
 def entry_of(entry: Mapping[str, Any] | None) -> LayerEntry:
-    """Return what an entry of `attention_layers` says.
+    """Parse an entry of `attention_layers` into its dataclass.
 
     Raises:
         ValueError: the kind is unknown, or keys are missing or unknown.
@@ -77,7 +77,7 @@ def entry_of(entry: Mapping[str, Any] | None) -> LayerEntry:
 
 
 def entries_of(config: Any) -> list[LayerEntry]:
-    """Return every layer's entry of a `SurgeryConfig`, or of the config of a family."""
+    """Return the entry of every layer, from a `SurgeryConfig` or a family's own config."""
     layers = getattr(config, "attention_layers", None)
     return [entry_of(entry) for entry in layers or [None] * config.num_hidden_layers]
 
@@ -88,13 +88,13 @@ def has_compact_layers(config: Any) -> bool:
 
 
 def attention_class(entry: LayerEntry) -> type:
-    """Return the class of an entry's attention, a `ConvertedAttention`."""
+    """Return the attention class of an entry, a subclass of `ConvertedAttention`."""
     module, name = entry.attention
     return getattr(part(module), name)
 
 
 def parts_of(config: Mapping[str, Any]) -> set[str]:
-    """Return the parts that a converted model needs, given the attributes of a `SurgeryConfig` or its config.json."""
+    """Return the names of the parts that a converted model needs, from its config.json or `vars` of its config."""
     entries = [entry_of(entry) for entry in config["attention_layers"] if entry is not None]
     parts = {entry.attention[0] for entry in entries}
     if any(entry.shares_cache for entry in entries):

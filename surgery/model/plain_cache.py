@@ -1,6 +1,6 @@
-"""The cache of all tokens in the model's dtype, next to layers in other forms.
+"""Cache layer of all tokens in the model's dtype, for caches with layers of different kinds.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from .growing import append
 
 
 class PlainLayer(CompactLayer, DynamicLayer):
-    """The cache of one layer, or of some of its heads, in the model's dtype: transformers' own, in a mixed cache."""
+    """Unquantized cache of one layer or of some of its heads: transformers' `DynamicLayer` as a `CompactLayer`."""
 
     form = "keys and values of all tokens"
 
     def settings(self) -> tuple:
-        """Nothing to set."""
+        """Return no settings."""
         return ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes batch, heads, head sizes, dtype and device from the first tokens."""
+        """Take batch size, heads, head sizes, dtype and device from the first tokens."""
         self.device = key_states.device
-        # Of a dtype each: under autocast rotated keys may be wider than values.
+        # Separate dtypes: under autocast rotated keys may be wider than values.
         self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d]."""
+        """Append keys and values [B, H, n, d]; return those of all tokens [B, H, T, d]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = append(self.keys, key_states, capacity=self.reserved)
@@ -43,11 +43,11 @@ class PlainLayer(CompactLayer, DynamicLayer):
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes of `tokens` tokens."""
+        """Predict the bytes of `tokens` tokens."""
         return batch * heads * tokens * (key_dim + value_dim) * dtype.itemsize
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after an update, whose results are views of the cache."""
+        """Predict the bytes after an update, which returns views of the cache."""
         yield cached.held(past_length + new)
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -6,7 +6,7 @@ number of the group to the format's largest.
 Where an error counts by its square, as it does in latents that are worth little each, two bits between the extremes of
 a group are spent badly. With `clip` a group's range is narrowed to that of five which leaves the least squared error.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

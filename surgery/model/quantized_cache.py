@@ -10,7 +10,7 @@ it but the last tokens quantized, at every position, where decoding still has th
 scale of a channel depend on tokens after the one that reads it, in its own group. Its loss is near that of decoding and
 not the same: judge a quantized cache by a loss that is read through the cache.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

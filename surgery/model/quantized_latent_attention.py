@@ -6,7 +6,7 @@ up-projections, as in `LatentAttention`. A prompt reads heads (`expanded_heads`)
 
 Shapes: B batch, T new tokens, S tokens in the cache, r kv_lora_rank, ρ width of the shared key, G KV heads.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from itertools import repeat

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T new tokens, S tokens in the cache, r own latents, s latents of earlier layers.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from typing import Any

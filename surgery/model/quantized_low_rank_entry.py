@@ -1,6 +1,6 @@
 """The entry of a low-rank layer whose cache is a packed row of quantized latents a token, kind "quantized_low_rank".
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""The files that a checkpoint of the project's own classes carries, so that it loads without this package.
+"""Remote code files of a checkpoint of the custom model classes, with which it loads without this package.
 
-`auto_map` in config.json names a class of an entry module. This is the smallest one that imports all parts that the
-configuration needs; the files are what it imports, by transformers' own rule, so that `save_pretrained` writes the
-same.
+`auto_map` in config.json names a class of an entry module: the smallest one that imports all modules that the config
+needs. The files are the relative imports of that module, collected by transformers' own functions, so that
+`save_pretrained` writes the same files.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ ENTRIES = (
     "modeling_surgery_mixed",
     "modeling_surgery",
 )
-"""Entry modules of causal models; the last one has all parts."""
+"""Entry modules of causal models, smallest first; the last one imports all modules."""
 
 PICTURES_AUTO_MAP = {
     "AutoConfig": "configuration_surgery_pictures.SurgeryPicturesConfig",
@@ -49,7 +49,7 @@ def auto_map(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def entry_class(config: "PreTrainedConfig") -> type["PreTrainedModel"]:
-    """Return the class of a causal model that the `auto_map` of its configuration names."""
+    """Return the causal model class that the `auto_map` of a config names."""
     if config.attention_layers is None:
         return import_module(f".{ENTRIES[-1]}", __package__).SurgeryForCausalLM
     return import_module(f".{_entry(vars(config))}", __package__).SurgeryForCausalLM

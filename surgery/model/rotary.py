@@ -1,6 +1,6 @@
 """The rotation of a family's heads, and its decoder's rotary embedding for attention that rotates keys when it reads.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""A window of recent tokens and the first few, the attention sinks: StreamingLLM, Xiao et al., arXiv:2309.17453.
+"""Cache of a window of recent tokens and of attention sinks: StreamingLLM, Xiao et al., arXiv:2309.17453.
 
 A query at position q sees the key at position p if p ≤ q, and q - p < `recent` or p < `sinks`. Positions count from a
-row's first token that is no padding. Keys keep the rotation of their own position in the text, as in DuoAttention's
-streaming heads (arXiv:2410.10819), where StreamingLLM rotates by the place in the cache: only so is a plain forward
-pass with a mask the same function as decoding.
+row's first real token. Keys keep the rotation of their position in the text, as in DuoAttention's streaming heads
+(arXiv:2410.10819), while StreamingLLM rotates by the index in the cache. Only so does a plain forward pass with a mask
+compute the same function as decoding.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from .step_memo import once
 
 
 class SinkWindowCache(Cache):
-    """A cache of `SinkWindowLayer`s."""
+    """Cache of `SinkWindowLayer`s."""
 
     def __init__(self, sinks: int, recent: int, layers: int) -> None:
-        """`sinks` and `recent` as in `SinkWindowLayer`; `layers` of the model."""
+        """Make an empty cache of `layers` layers; `sinks` and `recent` as in `SinkWindowLayer`."""
         super().__init__(layers=[SinkWindowLayer(sinks, recent) for _ in range(layers)])
 
 
 class SinkWindowLayer(CompactLayer):
-    """The cache of one layer: of T tokens the first `sinks` and the last `recent - 1`, or all if they are no more.
+    """Cache layer of the first `sinks` and the last `recent - 1` tokens, or all if there are fewer.
 
-    `recent - 1`, because the query's own token is the window's last: during a decoding step attention reads
-    `sinks + recent` tokens, between steps one less is kept, as in transformers' own sliding layers. A token moves to
-    the sinks when it leaves the window and is never in both places.
+    `recent - 1`, because the query's own token is the last of the window: a decode step reads `sinks + recent` tokens,
+    and one less is kept between steps, as in transformers' sliding layers. A token moves to the sinks when it leaves
+    the window and is never in both.
 
-    The tokens of a batch whose rows start with padding stand at different places in the sinks, so the mask that
-    transformers makes cannot be right: attention needs the one that `visible` gives before each `update`.
+    With left padding, the same sink slot holds different positions in different rows, so the mask that transformers
+    makes is wrong: attention needs the mask of `visible`, obtained before each `update`.
 
     Attributes:
-        padding: how many tokens each row starts with that are padding; to be set before `visible` and `update`.
-        seen: tokens that have come, padding included.
-        sink_keys, sink_values: [B, H, s, d], s ≤ `sinks`: slot j has the token of place `padding + j`, if that has
+        padding: left padding of each row; set before `visible` and `update`.
+        seen: tokens seen, padding included.
+        sink_keys, sink_values: [B, H, s, d], s ≤ `sinks`: slot j has the token at position `padding + j`, once it has
             left the window.
-        keys, values: the window [B, H, w, d], w < `recent`, in every row the same places.
+        keys, values: the window [B, H, w, d], w < `recent`, the same positions in every row.
     """
 
     form = "a cache of sinks and a window"
 
     def __init__(self, sinks: int, recent: int) -> None:
-        """Raises ValueError unless `sinks` ≥ 0 and `recent` ≥ 1."""
+        """Make an empty layer; ValueError unless `sinks` ≥ 0 and `recent` ≥ 1."""
         super().__init__()
         if problem := window_problem(sinks, recent):
             raise ValueError(problem)
@@ -63,16 +63,16 @@ class SinkWindowLayer(CompactLayer):
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes of the sinks and of a window without the query's own token."""
+        """Predict the bytes of the sinks and of a window without the query's own token."""
         slots = min(tokens, self.sinks + self.recent - 1)
         return slots * batch * heads * (key_dim + value_dim) * dtype.itemsize
 
     def settings(self) -> tuple:
-        """Sinks, recent."""
+        """Return sinks and recent."""
         return self.sinks, self.recent
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes batch, heads, head sizes, dtype and device from the first tokens."""
+        """Take batch size, heads, head sizes, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
         self.sink_keys, self.sink_values = self.keys.clone(), self.values.clone()
         if self.padding is None:
@@ -80,9 +80,9 @@ class SinkWindowLayer(CompactLayer):
         self.is_initialized = True
 
     def visible(self, queries: int, device: torch.device) -> BoolTensor:
-        """Return which of the keys that `update` will return the next `queries` tokens of each row see.
+        """Return the mask of the keys that `update` will return, for the next `queries` tokens of each row.
 
-        A padding token sees itself: attention to nothing at all is undefined. Layers with one padding share the tensor.
+        A padding token sees itself: attention over no keys is undefined. Layers with the same padding share the mask.
 
         Returns:
             [B, 1, queries, keys], bool.
@@ -90,21 +90,21 @@ class SinkWindowLayer(CompactLayer):
         return self.once(("visible", queries), device, lambda: self._visible(queries, device))
 
     def slots(self, queries: int, device: torch.device) -> Tensor:
-        """Places in the text, padding counted, of the tokens that `update` will return: [B, s + w + queries].
+        """Return the positions [B, s + w + queries], padding included, of the tokens that `update` will return.
 
-        A slot of the sinks that nothing belongs to yet has the place of the token that will be there.
+        An empty sink slot has the position of the token that it will hold.
         """
         return self.once(("slots", queries), device, lambda: self._slots(queries, device))
 
     def once(self, key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """Return `make()`, made once a step for all layers with the same settings that hold the same positions."""
+        """Return the result of `make()`, computed once per step for all layers with the same settings and positions."""
         state = type(self), self.sinks, self.recent, self.sink_slots, self.window_start
         return once(self.padding.on(device), (key, state), make, step=self.seen)
 
     def _visible(self, queries: int, device: torch.device) -> BoolTensor:
         sinks, padding = self.sink_slots, self.padding.on(device)
         if queries == 1 and not self.padding.most:
-            # What is kept is what the next token sees; a step of decoding need not find that out.
+            # The next token sees all kept tokens; no need to compute that in a decode step.
             keys = sinks + self.seen - self.window_start + 1
             return torch.ones(len(padding), 1, 1, keys, dtype=torch.bool, device=device)
         places = self.slots(queries, device)
@@ -123,7 +123,7 @@ class SinkWindowLayer(CompactLayer):
         return torch.cat([padding + torch.arange(self.sink_slots, device=device), window], dim=1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns sinks, window and these [B, H, s + w + n, d]; see `visible`."""
+        """Append tokens [B, H, n, d]; return sinks, window and new tokens [B, H, s + w + n, d], masked by `visible`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys = torch.cat([self.sink_keys, self.keys, key_states], dim=-2)
@@ -137,35 +137,35 @@ class SinkWindowLayer(CompactLayer):
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Tokens that have come: the next one's position, not the number kept."""
+        """Return the number of tokens seen, which is the next position, not the number kept."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Raises ValueError: transformers asks for this to make a mask that would be wrong."""
+        """Raise ValueError: the mask that transformers would make from the sizes is wrong."""
         raise ValueError(
             f"{self.form} needs its own attention mask: use the model that surgery.eval.variants.sink_window gives"
         )
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drop all tokens."""
         self.keys = self.values = self.sink_keys = self.sink_values = self.padding = None
         self.seen = 0
         self.is_initialized = False
 
     @property
     def sink_slots(self) -> int:
-        """Slots of the sinks."""
+        """Number of sink slots in use."""
         return self.sink_keys.shape[-2] if self.is_initialized else 0
 
     @property
     def window_start(self) -> int:
-        """Place of the window's first token."""
+        """Position of the window's first token."""
         return self.seen - (self.keys.shape[-2] if self.is_initialized else 0)
 
     def _move_to_sinks(self, keys: Tensor, values: Tensor, start: int, new_start: int) -> None:
-        """Keeps the sinks whose place is before `new_start`.
+        """Move tokens before position `new_start` that are sinks to the sink slots.
 
-        `keys` and `values` [B, H, T, d] are the sinks so far and then the tokens from place `start` on.
+        `keys` and `values` [B, H, T, d] are the sinks so far and then the tokens from position `start` on.
         """
         padding = self.padding
         if start - padding.most >= self.sinks:  # complete in every row already
@@ -173,7 +173,7 @@ class SinkWindowLayer(CompactLayer):
         slots = torch.arange(max(0, min(self.sinks, new_start - padding.least)), device=keys.device)
         places = padding.on(keys.device)[:, None] + slots
         num_sinks = self.sink_keys.shape[-2]
-        # Slots that nothing belongs to yet take any token; `visible` leaves them out.
+        # Empty slots take any token; `visible` hides them.
         index = torch.where(places < start, slots, places - start + num_sinks).clamp_(max=keys.shape[-2] - 1)
         index = index[:, None, :, None].expand(-1, keys.shape[1], -1, -1)
         sinks = (tokens.gather(2, index.expand(-1, -1, -1, tokens.shape[-1])) for tokens in (keys, values))

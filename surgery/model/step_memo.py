@@ -1,8 +1,8 @@
-"""Results that all layers need of one step, such as masks: worked out by the first layer that asks.
+"""Memo of results that all layers of one step share, such as masks: the first layer computes them.
 
-They are kept on a tensor that the layers of a step share (the decoder's mask, the padding of the rows), and go with it.
+Results are an attribute of a tensor that the layers share (the decoder's mask, the padding) and are freed with it.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _MEMO = "_surgery_step"
 
 
 def once(shared: Tensor, key: Hashable, make: Callable[[], Result], step: Hashable = None) -> Result:
-    """Return what `make()` gives, made once for each `key` as long as `step` and the values of `shared` stay."""
-    # Tensors of inference mode do not tell when they were written to.
+    """Return the result of `make()`, cached by `key` until `step` or the values of `shared` change."""
+    # Inference-mode tensors have no version counter.
     if torch.compiler.is_compiling() or shared.is_inference():
         return make()
     step = step, shared._version

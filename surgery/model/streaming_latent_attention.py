@@ -1,6 +1,6 @@
 """MLA whose heads all see the first tokens and a window only.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """The entry of a layer of MLA that forgets, kind "latent" with `streaming`.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Sequence

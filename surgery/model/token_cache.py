@@ -5,7 +5,7 @@ first *real* tokens of each row of the batch, padding on the left left out, and 
 are written too, so that every token has the same place. As rows stand alone the cache can be cropped, and a pass in
 pieces gives what one pass gives.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tokens quantized one at a time: for caches whose tokens leave one by one, where no two may share a byte.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ and written in any chunks. A row is a sequence of runs. All bytes of a run hold 
 bits; field f of byte b is channel `f * bytes + b` of the run. Neighboring channels so lie in neighboring bytes, and
 two of these, a lane of 16 bits, become two fp16 values by one mask. No torch here.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from dataclasses import dataclass

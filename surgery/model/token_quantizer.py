@@ -4,7 +4,7 @@ A channel of b bits holds `mean + step * (code - (2^b - 1) / 2)` with codes 0 â€
 whose range calibration has settled. A row depends on its token alone, so that the same values give the same bytes in
 any batch, chunk or order. The arithmetic is in fp32 whatever the model's dtype is.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from __future__ import annotations

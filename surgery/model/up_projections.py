@@ -1,6 +1,6 @@
 """Matrices that rebuild the keys, or the values, of a layer from its latents.
 
-This file travels beside the weights as remote code: it may import torch, transformers and its neighbors, nothing else.
+Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
 from collections.abc import Mapping
