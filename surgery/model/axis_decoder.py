@@ -1,8 +1,8 @@
-"""Decoders whose rotary pairs turn by positions of several axes: Qwen's, by time, height and width.
+"""Decoders with multi-axis RoPE, whose pairs rotate by positions in time, height or width, as in Qwen-VL.
 
-Text has three equal positions. Of a picture's tokens they differ, and the distance of two tokens in the cache is none
-of theirs. So attention that rotates keys when it reads them has to know the positions of all tokens: they are kept with
-the cache, once for all layers, from the first call on that gives three.
+Text tokens have three equal positions. Image tokens have different ones, which do not follow from their index in the
+cache. Attention that rotates keys when it reads them needs the positions of all tokens. They are stored on the cache,
+once for all layers, from the first call on that passes three axes.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -20,19 +20,18 @@ AXES = 3
 
 
 class AxisDecoder(FamilyDecoder):
-    """Put before the family's decoder in the bases of a class, by `family_attention_class`.
+    """Mixin that `family_attention_class` puts before a family's decoder class.
 
-    Its attention gets `axis_positions` [3, B, S], of all tokens that the cache has and the new ones; none where tokens
-    are at their places in the cache.
+    It passes `axis_positions` [3, B, S] of all cached and new tokens to the attention, or none if all positions are
+    indices in the cache.
     """
 
     def axes_of(self, frequencies: tuple[float, ...]) -> list[int] | None:
-        """Return the axis by whose positions each pair turns, for some of the family's frequencies; None if others are
-        there.
+        """Return the position axis of the pair of each frequency; None if some are no frequencies of the family.
 
-        Pairs of frequency 0 stand still.
+        Frequency 0, without rotation, gets axis 0.
         """
-        with torch.device("cpu"):  # the decoder's own may have no memory yet
+        with torch.device("cpu"):  # the decoder may be on the meta device
             rotary: nn.Module = type(self.rotary_emb)(self.config)
             one = torch.eye(AXES, dtype=torch.long)[:, :, None]  # row r is at position 1 of axis r alone
             _, sin = rotary(torch.zeros(1, dtype=torch.float64), one)
@@ -66,9 +65,9 @@ class AxisDecoder(FamilyDecoder):
 def _positions(
     position_ids: torch.Tensor | None, cache: Cache | None, batch: int, tokens: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the positions of all tokens, [3, B, S]; None where no call has given any of several axes.
+    """Return the positions of all tokens [3, B, S]; None if no call has passed several axes.
 
-    Tokens that came without positions are at their places in the cache.
+    Tokens without positions get their index in the cache.
     """
     cached = getattr(cache, "axis_positions", None)
     if cached is None and (position_ids is None or position_ids.ndim == 2):
@@ -80,13 +79,13 @@ def _positions(
         cached = cached[..., :past_length].to(device)
     if position_ids is None:
         position_ids = torch.arange(past_length, past_length + tokens, device=device)
-    # Before positions of the axes there may be one that masks are made of.
+    # A fourth leading row, if any, holds the positions for masks.
     new = position_ids[-AXES:] if position_ids.ndim == 3 else position_ids
     return append(cached, new.to(cached).expand(AXES, batch, -1), dim=-1)
 
 
 def decoder_class(family: str) -> type[FamilyDecoder]:
-    """Return what is put before the decoder's class of any such family."""
+    """Return the mixin of a family's decoder class."""
     return AxisDecoder
 
 

@@ -1,8 +1,7 @@
-"""A family's decoder that takes its input block by block, as caches shared by layers need it.
+"""A family's decoder that processes its input block by block, for caches shared by layers.
 
-What is stored of a token exists only when it has left the last layer of its group. So the decoder runs a text in pieces
-that end where blocks of the cache end, whatever it is given: one pass over all, a prompt in chunks, and decoding token
-by token are the same function of the text.
+A token can be stored only after the last layer of its group. So the decoder splits every input at the block boundaries
+of the cache. One pass over a text, a prompt in chunks, and decoding token by token then compute the same function.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -31,11 +30,11 @@ from .rotary import rotary_of
 
 
 class BlockwiseDecoder(nn.Module):
-    """Put before a family's decoder in the bases of a class, by `family_attention_class`."""
+    """Mixin that `family_attention_class` puts before a family's decoder class."""
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """No: the tensors are the family's own, and its conversions of them (fused experts) apply."""
+        """Return False: tensors are the family's own, and its weight conversions (fused experts) apply."""
         return False
 
     @takes_cache
@@ -49,13 +48,14 @@ class BlockwiseDecoder(nn.Module):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """Final hidden states [B, T, D] of input_ids [B, T], or of inputs_embeds [B, T, D].
+        """Compute the final hidden states [B, T, D] of input_ids [B, T], or of inputs_embeds [B, T, D].
 
-        Positions are those of the cache: `position_ids`, which may restart in each row after its padding, say
-        nothing more but where positions are learned, and rows that hold several texts are not supported.
+        Positions are indices in the cache. `position_ids`, which may restart after left padding, are used only for
+        learned positions. Packed rows are not supported.
 
         Raises:
-            ValueError: attentions are asked for, the mask is not [B, S], or the cache is of another form.
+            ValueError: attentions or router logits are requested, the mask is not [B, S], or the cache is of another
+                kind.
         """
         if kwargs.get("output_attentions") or kwargs.get("output_router_logits"):
             raise ValueError("attentions and router logits differ in shape from block to block: ask for neither")
@@ -67,10 +67,10 @@ class BlockwiseDecoder(nn.Module):
         inputs = input_ids if input_ids is not None else inputs_embeds
         first, stop = cache.get_seq_length(), cache.get_seq_length() + inputs.shape[1]
         mask = attention_mask
-        # Without padding, no mask; a step of decoding does not wait for the device to find that out.
+        # No mask without padding; a decode step skips the check, which waits for the device.
         if mask is not None and inputs.shape[1] > 1 and mask.all():
             mask = None
-        # Only dtype and device matter to the embedding of positions.
+        # The rotary embedding reads only dtype and device.
         like = torch.empty(0, dtype=self.embed_tokens.weight.dtype, device=inputs.device)
         states, layers = [], []
         for start, end in pairwise(self._boundaries(first, stop)):
@@ -102,23 +102,23 @@ class BlockwiseDecoder(nn.Module):
         )
 
     def members(self) -> list[tuple[int, GroupMember]]:
-        """Layers of groups and their indices."""
+        """Return the attention modules of groups with their layer indices."""
         attentions = [layer.self_attn for layer in self.layers]
         return [(index, module) for index, module in enumerate(attentions) if isinstance(module, GroupMember)]
 
     def _boundaries(self, first: int, stop: int) -> list[int]:
-        """`first`, the ends of all blocks between, and `stop`."""
+        """Return `first`, all block boundaries in between, and `stop`."""
         block = self.members()[0][1].block
         if block is None:
             return [first, stop]
         return [first, *range((first // block + 1) * block, stop, block), stop]
 
     def cache_layers(self) -> list[CacheLayerMixin]:
-        """New, empty layers of the cache that this decoder keeps."""
+        """Make empty cache layers for this decoder."""
         return group_layers(self.config, [getattr(layer.self_attn, "entry", StockEntry()) for layer in self.layers])
 
     def _adopt(self, cache: Cache) -> None:
-        """Puts layers of `cache_layers` into an empty cache, unless it has such.
+        """Install `cache_layers` in an empty cache, unless it has equivalent layers.
 
         Raises:
             ValueError: a cache of another kind.
@@ -135,7 +135,7 @@ class BlockwiseDecoder(nn.Module):
 
 
 def group_layers(config: Any, entries: Sequence[LayerEntry]) -> list[CacheLayerMixin]:
-    """Make the empty layers of the cache that a decoder with these entries keeps; `config` says its heads."""
+    """Make empty cache layers for a decoder with these entries; `config` has its head sizes."""
     layers, store = [], None
     for entry in entries:
         if not entry.shares_cache:
@@ -149,7 +149,7 @@ def group_layers(config: Any, entries: Sequence[LayerEntry]) -> list[CacheLayerM
 def kv_cache_bytes(
     config: SurgeryConfig, batch: int, tokens: int, dtype: torch.dtype, prompt: int | None = None
 ) -> int:
-    """Predict the bytes of a cache that layers share, see `SurgeryForCausalLM.kv_cache_bytes`."""
+    """Predict the bytes of a cache shared by layers, see `SurgeryForCausalLM.kv_cache_bytes`."""
     entries, total = entries_of(config), 0
     for layer, entry in zip(group_layers(config, entries), entries, strict=True):
         heads, key_dim, value_dim = entry.cached_shape(config)

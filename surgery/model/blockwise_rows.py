@@ -1,12 +1,12 @@
-"""Attention of few queries over a cache of packed rows, block by block, on a CPU.
+"""CPU attention of few queries over a cache of packed rows, block by block.
 
-Decoding reads the whole cache for one token. To unpack it at once would write, and read again, a copy of the cache that
-is many times its size. Here a block of tokens is unpacked into one small buffer, multiplied by the queries, and the
-next one takes its memory; the softmax is the running one of FlashAttention (arXiv:2205.14135). All in fp32.
+Decoding reads the whole cache for one token. Unpacking it at once would write and reread a copy many times its size.
+Here one block of tokens at a time is unpacked into a small reused buffer and multiplied by the queries, with the online
+softmax of FlashAttention (arXiv:2205.14135). All in fp32.
 
-Columns of the buffer are fields of bytes: the first fields of all bytes of a section, then the second ones and so on.
-One shift and one mask then unpack many runs at once. Steps and means of latents are folded into queries and outputs;
-shared keys are dequantized, and rotated by their position within the block alone, the queries by what is left.
+Columns of the buffer are bit fields: the first fields of all bytes of a section, then the second ones, and so on. One
+shift and one mask then unpack many runs at once. Steps and means of latents are folded into queries and outputs. Shared
+keys are dequantized and rotated by their position within the block; queries are rotated by the remaining distance.
 
 Shapes: B batch, T new tokens, S tokens in the cache, n tokens of a block, r rank, ρ width of the shared key.
 
@@ -25,25 +25,25 @@ from .token_format import PATTERNS, Runs, TokenFormat
 from .token_quantizer import TokenQuantizer
 
 BLOCK = 1280
-"""Most tokens of a block: enough for products to run at full speed, and a buffer that stays in the L2 cache."""
+"""Most tokens of a block: enough for matrix products at full speed, with a buffer that stays in the L2 cache."""
 MOST_QUERIES = 16
-"""Query tokens; more of them are worth unpacking the cache at once."""
+"""Most query tokens; for more, unpacking the cache at once is faster."""
 
 _workspace = threading.local()
 
 
 class _Section:
-    """Bytes of a row that hold one part of it.
+    """Section of a packed row: the bytes of the latent or of the shared key.
 
     Attributes:
-        spans: per field of a byte, the first byte that has such a field; shifts and masks from there on, uint8.
-        channels: channel of each column, within the section; 0 where a byte lacks the field.
-        real: 1 for columns that have a channel, else 0.
+        spans: per field index, the byte range with such a field; shifts and masks [bytes] of that range, uint8.
+        channels: channel of each column within the section; 0 if the byte lacks the field.
+        real: 1 for columns with a channel, else 0.
     """
 
     def __init__(self, runs: Runs, start: int) -> None:
         patterns = [PATTERNS[name] for name, count in runs for _ in range(count)]
-        # Of each byte the channel of its first field, and how far apart the channels of its fields are.
+        # For each byte the channel of its first field, and the distance between the channels of its fields.
         bytes_of, channel, self.spans, channels = [], 0, [], []
         for name, count in runs:
             bytes_of += [(channel + byte, count) for byte in range(count)]
@@ -63,7 +63,7 @@ class _Section:
         self.real, self.channels, self.width = (index >= 0).float(), index.clamp_min(0), len(channels)
 
     def unpack(self, rows: Tensor, out: Tensor, codes: Tensor) -> None:
-        """Unpack rows [B, n, bytes] → out [B, n, width] fp32, by way of `codes` [B, n, ≥ bytes] uint8."""
+        """Unpack rows [B, n, bytes] into `out` [B, n, width] fp32; `codes` [B, n, ≥ bytes] uint8 is scratch memory."""
         column = 0
         for number, (span, shifts, masks) in enumerate(self.spans):
             source, size = rows[..., span], span.stop - span.start
@@ -75,19 +75,19 @@ class _Section:
             column += size
 
     def columns(self, values: Tensor) -> Tensor:
-        """Values of channels [..., channels] → of columns [..., width], zero where a byte lacks the field."""
+        """Map channels [..., channels] to columns [..., width]; zero if the byte lacks the field."""
         return values[..., self.channels] * self.real
 
     def channel_sums(self, columns: Tensor, channels: int) -> Tensor:
-        """Columns [..., width] → channels [..., channels]."""
+        """Map columns [..., width] back to channels [..., channels]."""
         return columns.new_zeros(*columns.shape[:-1], channels).index_add_(-1, self.channels, columns * self.real)
 
 
 class BlockwiseRows:
-    """Reads the rows of one layer."""
+    """Blockwise attention over the packed rows of one layer."""
 
     def __init__(self, latent_runs: Runs, rope_runs: Runs, inv_freq: Tensor) -> None:
-        """`inv_freq`: [ρ/2], of the shared key's pairs of neighboring channels."""
+        """`inv_freq`: inverse frequencies [ρ/2] of the shared key's pairs of adjacent channels."""
         self._rank = TokenFormat(latent_runs).channels
         self._latent = _Section(latent_runs, 0)
         self._rope = _Section(rope_runs, TokenFormat(latent_runs).row_bytes)
@@ -105,15 +105,15 @@ class BlockwiseRows:
         mask: Tensor | None = None,
         gains: Tensor | None = None,
     ) -> Tensor:
-        """Attend to all rows.
+        """Compute attention over all rows.
 
         Args:
-            query: of the newest tokens, not rotated, times the attention's scale [B, H, T, r + ρ].
-            rows: packed [B, S, bytes]; behind the packed values there may be others.
-            first: first tokens in full precision [B, F, r + ρ], with the padding no more than half a block.
-            quantizer: of the rows.
-            padding: of each row of the batch.
-            mask: bool, true where a key is seen, or additive [B or 1, 1, T, S]; None is causal.
+            query: queries of the new tokens, not rotated, times the attention scale [B, H, T, r + ρ].
+            rows: packed rows [B, S, bytes]; further bytes may follow the packed values.
+            first: first tokens in full precision [B, F, r + ρ]; with the padding at most half a block.
+            quantizer: quantizer of the rows.
+            padding: left padding of each batch row.
+            mask: bool, true for visible keys, or additive [B or 1, 1, T, S]; None is causal.
             gains: factors of the scores [B, H, 1, S].
 
         Returns:
@@ -124,7 +124,7 @@ class BlockwiseRows:
         rope_step, rope_offset = self._rope.columns(step[rank:]), self._rope.columns(offset[rank:])
         query = query.float()
         content = latent.columns(query[..., :rank] * step[:rank])
-        # What offsets of latents add to every score: softmax drops it, unless keys have gains.
+        # Contribution of the latents' offsets to every score; it cancels in the softmax unless keys have gains.
         constant = (query[..., :rank] * offset[:rank]).sum(-1, keepdim=True)
         turning = torch.view_as_complex(self._rope.columns(query[..., rank:]).unflatten(-1, (self._rope.width // 2, 2)))
         units = (first.float()[..., :rank] - offset[:rank]) / step[:rank]
@@ -153,19 +153,19 @@ class BlockwiseRows:
         return latent.channel_sums(out, rank) * step[:rank] + offset[:rank]
 
     def _turned(self, places: Tensor) -> Tensor:
-        """Places [n] → e^{jθ n} [n, ρ/2] complex64, worked out in fp64."""
+        """Compute e^{jθ n} [n, ρ/2] of positions [n], in fp64, as complex64."""
         angles = places[:, None].double() * self._inv_freq
         return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)
 
 
 class _RunningSoftmax:
-    """Sums of values that softmax weighs, whose scores come in blocks."""
+    """Online softmax: weighted sums of values whose scores arrive in blocks."""
 
     def __init__(self) -> None:
         self._highest: Tensor | None = None
 
     def add(self, scores: Tensor, values: Tensor) -> None:
-        """Take scores [B, H, T, n], finite, of values [B, n, d]."""
+        """Add a block of finite scores [B, H, T, n] and values [B, n, d]."""
         m_i = scores.amax(-1, keepdim=True)
         if self._highest is not None:
             m_i = torch.maximum(m_i, self._highest)
@@ -182,7 +182,7 @@ class _RunningSoftmax:
 
 
 def _masked(scores: Tensor, mask: Tensor | None, places: Tensor, start: int) -> Tensor:
-    """Scores [B, H, T, n] of the keys from `start` on; those that are not seen finite and far below all others."""
+    """Mask scores [B, H, T, n] of the keys from `start` on; hidden ones become very low but stay finite."""
     least, stop = torch.finfo(scores.dtype).min, start + scores.shape[-1]
     if mask is None:
         if len(places) == 1:
@@ -193,12 +193,12 @@ def _masked(scores: Tensor, mask: Tensor | None, places: Tensor, start: int) -> 
 
 
 def _memory(batch: int, tokens: int, row_bytes: int, width: int) -> tuple[Tensor, Tensor]:
-    """Values [batch, tokens, width] fp32 and codes [batch, tokens, row_bytes] uint8, in memory of this thread."""
+    """Return thread-local buffers: values [batch, tokens, width] fp32, codes [batch, tokens, row_bytes] uint8."""
     parts = []
     for name, dtype, last in (("values", torch.float32, width), ("codes", torch.uint8, row_bytes)):
         size, buffer = batch * tokens * last, getattr(_workspace, name, None)
         if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # else no later call outside that mode could write to it
+            with torch.inference_mode(False):  # later calls outside inference mode write to it
                 buffer = torch.empty(size, dtype=dtype)
             setattr(_workspace, name, buffer)
         parts.append(buffer[:size].view(batch, tokens, last))

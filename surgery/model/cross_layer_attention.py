@@ -1,12 +1,12 @@
-"""Attention whose older tokens are kept once for a group of adjacent layers, in the place of a family's own.
+"""Attention that stores older tokens once for a group of adjacent layers, as a replacement of a family's own attention.
 
-A token is what the layer would cache of it before the rotation, [k ; v] of all KV heads without biases. Tokens that
-`Reading` calls exact are read as they are; the others come back from the group's store. Biases, key norm and rotation
-follow, so all of these are exact. Keys and queries are rotated by position: RoPE knows lags only, which padding before
-a row does not change.
+A token is its keys and values before rotation, [k ; v] of all KV heads without biases. The `exact` tokens of a
+`Reading` are read in full precision, the others from the group's store. Biases, key norm and rotation are applied after
+that, so they add no error. Keys and queries are rotated by their position in the cache: RoPE depends on distances
+alone, which left padding does not change.
 
-Shapes: B batch, T new tokens, K keys that are read, H query heads, G KV heads, d head_dim, D hidden size, n = 2Gd
-elements of a token, r rank.
+Shapes: B batch, T new tokens, K keys, H query heads, G KV heads, d head_dim, D hidden size, n = 2Gd elements of a
+token, r rank.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -31,7 +31,7 @@ from .step_memo import once
 
 
 class GroupMember(Accelerated, nn.Module):
-    """Base of every attention module of a group, whatever it caches of a token."""
+    """Base class of the attention modules of a group."""
 
     block: int | None
 
@@ -49,7 +49,7 @@ class GroupMember(Accelerated, nn.Module):
         return tokens
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Its tokens [B, 1, ·, n] from what the store gives."""
+        """Decode the layer's tokens [B, 1, ·, n] from the store's output."""
         return stored
 
     def _group_layer(self, cache: Cache | None) -> GroupLayer:
@@ -64,8 +64,7 @@ class GroupMember(Accelerated, nn.Module):
     def _reading(
         self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], cache: Cache | None
     ) -> Reading:
-        """Return the reading of the new tokens [B, T, D]; layers alike share one object, kept with what rotates all
-        tokens."""
+        """Return the `Reading` of the new tokens [B, T, D], shared by all layers with equal settings."""
         layer, queries, device = self._group_layer(cache), hidden_states.shape[1], hidden_states.device
         key = Reading, layer.block, layer.sinks, layer.window, device
         return once(embeddings[0], key, lambda: layer.reading(queries, device), step=layer.seen)
@@ -78,10 +77,10 @@ class GroupMember(Accelerated, nn.Module):
         cache: Cache | None,
         real: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens [B, 1, T, n] to the cache and returns the tokens of all keys that are read [B, 1, K, n].
+        """Append tokens [B, 1, T, n] to the cache; return the tokens of all keys [B, 1, K, n], and all of `beside`.
 
-        `beside` [B, 1, T, ·] is kept of every token as it is; the last result is that of all positions. `real` [B, T]
-        is false at padding, which must not weigh in a basis.
+        `beside` [B, 1, T, ·], further elements of each token, is cached unchanged. `real` [B, T] is false at padding,
+        whose tokens are set to zero so that they do not affect a basis.
         """
         layer = self._group_layer(cache)
         if real is not None:
@@ -95,9 +94,9 @@ class GroupMember(Accelerated, nn.Module):
 
 
 class SharedBasis(GroupMember):
-    r"""One of W layers that share a basis which calibration found: xKV (arXiv:2503.18893), made static.
+    r"""One of W layers that share a basis found by calibration: xKV (arXiv:2503.18893) with a static basis.
 
-    With z_i the token of the group's layer i, c = Σ_i basis_down_i z_i is kept once, and layer i reads
+    With z_i the token in layer i of the group, c = Σ_i basis_down_i z_i is stored once, and layer i reads
     ẑ_i = basis_up_i c.
     """
 
@@ -106,21 +105,21 @@ class SharedBasis(GroupMember):
         self.basis_up = nn.Parameter(torch.empty(width, self.entry.rank))
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
+        """Initialize tensors that the base model does not have; loaded tensors stay unchanged."""
         init.normal_(self.basis_down, std=self.config.initializer_range)
         init.normal_(self.basis_up, std=self.config.initializer_range)
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The layer's share of the shared latents [B, 1, C, r]."""
+        """Compute the layer's contribution to the shared latents [B, 1, C, r]."""
         return nn.functional.linear(tokens, self.basis_down)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, 1, ·, n] of shared latents [B, 1, ·, r]."""
+        """Rebuild tokens [B, 1, ·, n] from shared latents [B, 1, ·, r]."""
         return nn.functional.linear(stored, self.basis_up)
 
 
 class CrossLayerAttention(SharedBasis):
-    """Attention over keys and values of one basis that W layers share."""
+    """Attention over keys and values in a basis shared by W layers."""
 
     def __init__(self, stock: nn.Module, entry: GroupEntry):
         begin_as(self, stock)
@@ -135,12 +134,12 @@ class CrossLayerAttention(SharedBasis):
         self._add_basis(self.width)
 
     def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
-        """Take the rotary embedding."""
+        """Store a reference to the rotary embedding."""
         connect_rotary(self, decoder)
 
     @property
     def width(self) -> int:
-        """Elements of a token."""
+        """Number of elements of a token."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @takes_cache
@@ -154,10 +153,10 @@ class CrossLayerAttention(SharedBasis):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, K].
+        """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, K].
 
         `all_position_embeddings` are cos and sin [1, S, d] of all positions up to the last token, from
-        `BlockwiseDecoder`; `real_tokens` bool [B, T] is false at padding, None if there is none.
+        `BlockwiseDecoder`; `real_tokens` bool [B, T] is false at padding, None without padding.
         """
         batch, num_tokens, _ = hidden_states.shape
         (keys, key_bias), (values, value_bias) = (_unbiased(each, hidden_states) for each in (self.k_proj, self.v_proj))
@@ -179,7 +178,7 @@ class CrossLayerAttention(SharedBasis):
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
     def _query(self, hidden_states: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Queries [B, H, T, d] of the newest tokens [B, T, D], rotated to the last of the positions."""
+        """Compute rotated queries [B, H, T, d] of the new tokens [B, T, D], at the last T positions."""
         query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
         query = normalize_heads(self.q_norm, query)
         cos, sin = (each[:, -hidden_states.shape[1] :] for each in embeddings)
@@ -188,7 +187,7 @@ class CrossLayerAttention(SharedBasis):
     def _key_value(
         self, tokens: torch.Tensor, biases: tuple[torch.Tensor | None, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, normalized and not yet rotated, and values [B, G, K, d] of tokens [B, 1, K, n] and biases [G·d]."""
+        """Split tokens [B, 1, K, n] into normalized, unrotated keys and values [B, G, K, d]; biases are [G·d]."""
         parts = []
         for part, bias in zip(tokens.squeeze(1).chunk(2, dim=-1), biases, strict=True):
             part = part if bias is None else part + bias
@@ -198,9 +197,9 @@ class CrossLayerAttention(SharedBasis):
 
 
 class PromptBasisAttention(CrossLayerAttention):
-    """A basis of each prompt's own, as xKV is published: nothing in the weights, the basis is in the cache.
+    """Attention with a basis computed from each prompt, as xKV is published; the basis is in the cache.
 
-    The first forward pass reads its tokens exactly and is compressed after it; tokens that come later stay exact.
+    The first forward pass reads full-precision tokens and is compressed afterwards. Later tokens are not compressed.
     """
 
     def _add_basis(self, width: int) -> None:
@@ -211,7 +210,7 @@ class PromptBasisAttention(CrossLayerAttention):
 
     @classmethod
     def new_store(cls, entry: GroupEntry, config: Any) -> GroupStore:
-        """Make an empty store that finds its own basis."""
+        """Make an empty store that computes its basis from the prompt."""
         width = kv_heads_of(config) * head_dim_of(config)
         return PromptBasis(entry.group_size, width, entry.key_rank, entry.value_rank)
 
@@ -219,7 +218,7 @@ class PromptBasisAttention(CrossLayerAttention):
 
 
 class MergedPairAttention(CrossLayerAttention):
-    """Two layers merged token by token: MiniCache (arXiv:2405.14366)."""
+    """Attention of two layers whose tokens are merged: MiniCache (arXiv:2405.14366)."""
 
     def _add_basis(self, width: int) -> None:
         pass
@@ -237,10 +236,10 @@ class MergedPairAttention(CrossLayerAttention):
 
 
 def _unbiased(projection: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[B, T, D] through a projection without its bias, and the bias; None where it has none.
+    """Project [B, T, D] without the bias; return the result and the bias, or None without one.
 
-    Where something wraps the projection or hooks into its call (adapters, offloading, sharding, quantized weights), it
-    is called, once: the bias is then what becomes of a zero token behind the others, and taking it off rounds.
+    A projection with hooks or a wrapper (adapters, offloading, sharding, quantized weights) must be called, and only
+    once: the output of an appended zero token is then the bias. Subtracting it rounds.
     """
     if projection.bias is None:
         return projection(hidden_states), None

@@ -1,6 +1,6 @@
-"""The entries of layers that share a cache, kinds "cross_layer…": alike in a group but for the place in it.
+"""Entries of layers that share a cache, kinds "cross_layer…"; in a group they differ in `place` only.
 
-Places count from 0 in each group, so that a slice of a model between groups is described by the same entries.
+`place` counts from 0 in each group, so that the entries stay valid in a model that is sliced between groups.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -15,11 +15,11 @@ from .layer_entry import LayerEntry, StockEntry
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEntry(LayerEntry):
-    """Abstract base class of an entry of adjacent layers that share a cache.
+    """Abstract base class of the entries of adjacent layers that share a cache.
 
     Attributes:
-        group_size: layers of the group.
-        place: of the layer among them.
+        group_size: number of layers in the group.
+        place: index of the layer in the group.
         block, sinks, window: see `group_cache`.
     """
 
@@ -33,12 +33,12 @@ class GroupEntry(LayerEntry):
     joined = property(lambda self: self.place > 0)
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
-        """One token of all keys and values, nothing next to it."""
+        """Return the shape of a token: one head with all keys and values, no further elements."""
         heads, key, value = super().cached_shape(config)
         return 1, heads * (key + value), 0
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the group, or with what stands next to it in the model."""
+        """Return the error of the group, or of its combination with other layers."""
         if self._group(index, entries) != [replace(self._shared(), place=place) for place in range(self.group_size)]:
             return f"not one of a group of {self.group_size} layers with equal entries"
         counts = [getattr(self, name, None) for name in ("rank", "key_rank", "value_rank", "block")]
@@ -56,19 +56,19 @@ class GroupEntry(LayerEntry):
         return None
 
     def _group(self, index: int, entries: Sequence[LayerEntry]) -> list[LayerEntry]:
-        """Return the entries of its group after checking what they share, and their positions."""
+        """Return the group's entries, reduced to the settings that must be equal and `place`; empty if out of range."""
         start = index - self.place
         group = entries[start : start + self.group_size] if start >= 0 <= self.place else ()
         return [entry._shared() if isinstance(entry, GroupEntry) else entry for entry in group]
 
     def _shared(self) -> "GroupEntry":
-        """Return the settings on which the layers of a group must agree, and the position."""
+        """Return the entry with only the settings that must be equal in a group, and `place`."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossLayerEntry(GroupEntry):
-    """Keys and values of a basis that calibration found, of `rank` elements for all layers of the group."""
+    """Keys and values in a basis found by calibration, with `rank` elements per token for the whole group."""
 
     kind = "cross_layer"
     attention = "cross_layer_attention", "CrossLayerAttention"
@@ -82,19 +82,19 @@ class CrossLayerEntry(GroupEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMLAEntry(CrossLayerEntry):
-    """Entry of a group of layers that share the latents of a base model that is MLA."""
+    """Shared latents of a base model with MLA."""
 
     kind = "cross_layer_mla"
     attention = "cross_layer_latent_attention", "CrossLayerFamilyLatents"
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
-        """The family's."""
+        """Return the cached shape of the family's MLA."""
         return StockEntry().cached_shape(config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedLatentEntry(GroupEntry, LatentEntry):
-    """Entry of a group that shares the latents of `LatentEntry`, whose ranks and frequencies may differ by layer."""
+    """Shared latents of `LatentEntry`, whose ranks and frequencies may differ by layer."""
 
     kind = "cross_layer_latent"
     attention = "cross_layer_latent_attention", "CrossLayerLatentAttention"
@@ -109,7 +109,7 @@ class SharedLatentEntry(GroupEntry, LatentEntry):
     window: int
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
-        """Return the cached shape of its latent."""
+        """Return the cached shape of the latent."""
         return LatentEntry.cached_shape(self, config)
 
     def _shared(self) -> "GroupEntry":
@@ -118,7 +118,7 @@ class SharedLatentEntry(GroupEntry, LatentEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBasisEntry(GroupEntry):
-    """Keys and values of a basis that each prompt gets, which is compressed as a whole and never in blocks."""
+    """Keys and values in a basis computed from each prompt, which is compressed as a whole and not in blocks."""
 
     kind = "cross_layer_prompt"
     attention = "cross_layer_attention", "PromptBasisAttention"
@@ -130,11 +130,11 @@ class PromptBasisEntry(GroupEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class MergedPairEntry(GroupEntry):
-    """Two layers merged token by token.
+    """Two layers whose tokens are merged.
 
     Attributes:
-        kept: tokens of a block that are left unmerged.
-        interpolation: the later layer's share of the direction.
+        kept: unmerged tokens per block.
+        interpolation: weight of the later layer in the direction, t of SLERP.
     """
 
     kind = "cross_layer_pairs"
@@ -148,7 +148,7 @@ class MergedPairEntry(GroupEntry):
     place: int
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the pair."""
+        """Return the error of the pair."""
         if self.group_size != 2:
             return f"pairs are groups of 2, not of {self.group_size}"
         return super().problem(config, index, entries)

@@ -1,7 +1,7 @@
-"""Latent attention whose older latents are kept once for a group of adjacent layers: xKV over MLA.
+"""Latent attention that stores older latents once for a group of adjacent layers: xKV over MLA.
 
-A token is the layer's latent as `kv_down` gives it, or of a family's own MLA as its norm does; the rotated key, and the
-inverse rms of a key norm, are cached by each layer as they are, of every token.
+A token is the layer's latent: the output of `kv_down`, or of the latent norm in a family's own MLA. The rotated key and
+the inverse rms of a key norm are cached unchanged by each layer.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -23,7 +23,7 @@ from .latent_attention import LatentAttention
 
 
 class LatentMember(SharedBasis):
-    """One of W layers that share a basis of their latents, which are its tokens."""
+    """One of W layers that share a basis of their latents."""
 
     def _join_group(self, entry: GroupEntry) -> None:
         super()._join_group(entry)
@@ -31,14 +31,14 @@ class LatentMember(SharedBasis):
 
 
 class CrossLayerLatentAttention(LatentMember, LatentAttention):
-    """`LatentAttention` over one basis that W layers share."""
+    """`LatentAttention` over latents in a basis shared by W layers."""
 
     def __init__(self, stock: nn.Module, entry: GroupEntry):
         LatentAttention.__init__(self, stock, entry)
         self._join_group(entry)
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
+        """Initialize tensors that the base model does not have; loaded tensors stay unchanged."""
         LatentAttention.initialize_weights(self)
         LatentMember.initialize_weights(self)
 
@@ -54,9 +54,9 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
         all_position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D], position_ids [1, T] → output [B, T, D] and, if eager, weights [B, H, T, K].
+        """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, K].
 
-        The embeddings are the base family's cos and sin for a whole head; the latent has its own frequencies.
+        `position_ids` are [1, T]. The family's cos and sin for a whole head are unused: the latent has own frequencies.
         """
         batch, num_tokens, _ = hidden_states.shape
         cos, sin = self.rotary(position_ids)
@@ -75,10 +75,10 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
 
 
 class CrossLayerFamilyLatents(LatentMember):
-    """A family's own MLA over one basis that W layers share.
+    """A family's own MLA over latents in a basis shared by W layers.
 
-    A token is the latent behind its norm, as the family caches it. Its code is the family's: what it reads back of its
-    cache is what the group has of the tokens.
+    A token is the latent after its norm, as the family caches it. The forward pass is the family's; its cache update
+    returns the tokens of the group.
     """
 
     def __init__(self, stock: nn.Module, entry: GroupEntry):
@@ -96,9 +96,9 @@ class CrossLayerFamilyLatents(LatentMember):
         all_position_embeddings: Any = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, K].
+        """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, K].
 
-        What rotates is in `kwargs`, as the family has it.
+        `kwargs` hold the position arguments of the family.
         """
         reading = self._reading(hidden_states, all_position_embeddings, cache)
         return super().forward(
@@ -110,12 +110,12 @@ class CrossLayerFamilyLatents(LatentMember):
 
 
 class _GroupReads:
-    """Cache of a group, in the form that a family's attention takes."""
+    """Adapter of a group's cache to the interface that a family's attention calls."""
 
     def __init__(self, member: LatentMember, reading: Reading, cache: Cache, real: torch.Tensor | None):
         self._member, self._reading, self._cache, self._real = member, reading, cache, real
 
     def update(self, latent: torch.Tensor, rotated: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [B, 1, K, r] and rotated keys [B, 1, K, ρ] of all that is read, the new ones [B, 1, T, ·] too."""
+        """Append latents and rotated keys [B, 1, T, ·]; return those of all keys [B, 1, K, r] and [B, 1, K, ρ]."""
         latent, rotated = self._member._exchange(self._reading, latent, rotated, self._cache, self._real)
         return latent, rotated[:, :, self._reading.positions]

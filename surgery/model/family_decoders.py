@@ -1,9 +1,9 @@
-"""Decoders of families that have other names for their modules, or do not tell attention where tokens are.
+"""Adapted decoders of families with other module names, or whose attention gets no positions.
 
-GPT-NeoX (arXiv:2204.06745) and GPT-2 project queries, keys and values as one, under other names than the rest. Here
-their decoders have `embed_tokens`, `layers` and `norm`, their layers `input_layernorm` and `self_attn`, and that has
-`q_proj`, `k_proj`, `v_proj` and `o_proj`; what they compute is the family's own code. Layers of Granite 4 hand
-`position_ids` on to their attention.
+GPT-NeoX (arXiv:2204.06745) and GPT-2 have a fused QKV projection and other module names than most families. Here their
+decoders have `embed_tokens`, `layers` and `norm`; layers have `input_layernorm` and `self_attn`; attention has
+`q_proj`, `k_proj`, `v_proj` and `o_proj`. The computation is the family's own code. Layers of Granite 4 pass
+`position_ids` to their attention.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -20,7 +20,7 @@ from .rotary import NoRotation, project_heads, rotation_of
 
 
 class SeparateAttention(nn.Module):
-    """A family's attention with projections of its own for queries, keys and values, and any number of KV heads."""
+    """A family's attention with separate projections of queries, keys and values, and any number of KV heads."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         # Not super(): the class built by `family_attention_class` has the family's attention next in line.
@@ -47,7 +47,7 @@ class SeparateAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, S]."""
+        """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, S]."""
         query, key, value = project_heads(self, hidden_states, position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -56,22 +56,22 @@ class SeparateAttention(nn.Module):
 
 
 def _called(name: str) -> property:
-    """Property of another name in the family's code."""
+    """Make a property that aliases attribute `name`."""
     return property(lambda module: getattr(module, name))
 
 
 class NeoXLayer(nn.Module):
-    """Put before GPT-NeoX's layer in the bases of a class, by `family_attention_class`."""
+    """Mixin that `family_attention_class` puts before GPT-NeoX's layer class."""
 
     names: ClassVar[dict[str, str]] = {"attention": "self_attn"}
 
     def attention(self, hidden_states: torch.Tensor, layer_past: Cache | None = None, **kwargs) -> tuple:
-        """The layer's attention, whose cache the family calls otherwise."""
+        """Run the attention; the family names the cache argument `layer_past`."""
         return self.self_attn(hidden_states, cache=layer_past, **kwargs)
 
 
 class GPT2Layer(nn.Module):
-    """GPT-2's layer."""
+    """Mixin of GPT-2's layer class."""
 
     names: ClassVar[dict[str, str]] = {
         "attn": "self_attn",
@@ -81,27 +81,27 @@ class GPT2Layer(nn.Module):
     ln_1, ln_2 = _called("input_layernorm"), _called("post_attention_layernorm")
 
     def attn(self, hidden_states: torch.Tensor, **kwargs) -> tuple:
-        """The layer's attention, behind which the family has the dropout that is behind its feed-forward layer."""
+        """Run the attention and its output dropout, which has the same rate as that of the MLP."""
         out, weights = self.self_attn(hidden_states, position_embeddings=(None, None), **kwargs)
         return self.mlp.dropout(out), weights
 
 
 class FamilyDecoder(nn.Module):
-    """Put before a family's decoder in the bases of a class, by `family_attention_class`."""
+    """Mixin that `family_attention_class` puts before a family's decoder class."""
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """No: the decoder is the family's own."""
+        """Return False: the decoder is the family's own code."""
         return False
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # transformers would search this file for what `attend` asks.
+        # transformers would search this file for its attention interface, which is in `attend`.
         return True
 
 
 class RenamedDecoder(FamilyDecoder):
-    """One whose modules get the names of all other families."""
+    """Decoder whose modules get the names that most families use."""
 
     names: ClassVar[dict[str, str]]
     layer_class: ClassVar[type[nn.Module]]
@@ -113,17 +113,17 @@ class RenamedDecoder(FamilyDecoder):
             layer.__class__ = family_attention_class(self.layer_class, type(layer))
             _rename(layer, self.layer_class.names)
             attention = SeparateAttention
-            if getattr(config, "rope_parameters", None) is not None:  # by its class the family's rotation is found
+            if getattr(config, "rope_parameters", None) is not None:  # `rotation_of` finds the family by class
                 attention = family_attention_class(SeparateAttention, type(layer.self_attn))
             layer.self_attn = attention(config, index)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Puts other token embeddings in."""
+        """Replace the token embeddings."""
         self.embed_tokens = value
 
 
 class NeoXDecoder(RenamedDecoder):
-    """GPT-NeoX's."""
+    """Decoder of GPT-NeoX."""
 
     names: ClassVar[dict[str, str]] = {"embed_in": "embed_tokens", "final_layer_norm": "norm"}
     layer_class = NeoXLayer
@@ -132,7 +132,7 @@ class NeoXDecoder(RenamedDecoder):
 
 
 class GPT2Decoder(RenamedDecoder):
-    """GPT-2's, with positions that are learned and added to the embeddings."""
+    """Decoder of GPT-2, with learned positions that are added to the embeddings."""
 
     names: ClassVar[dict[str, str]] = {
         "wte": "embed_tokens",
@@ -150,21 +150,21 @@ class GPT2Decoder(RenamedDecoder):
 
 
 DECODERS: dict[str, type[RenamedDecoder]] = {"gpt_neox": NeoXDecoder, "gpt2": GPT2Decoder}
-"""Decoders by the `model_type` of a family that has other names."""
+"""Decoders of families with other module names, by `model_type`."""
 
 
 class PlacedLayer(nn.Module):
-    """Put before a layer's class by `family_attention_class`: its attention learns the positions of tokens."""
+    """Mixin of a layer class that passes positions to its attention; see `family_attention_class`."""
 
     def forward(self, hidden_states: torch.Tensor, token_positions: torch.Tensor | None = None, **kwargs):
-        """Run the family's layer; layers that keep a state get no positions."""
+        """Run the family's layer; layers with a recurrent state get no positions."""
         if getattr(self, "self_attn", None) is not None:
             kwargs["position_ids"] = token_positions
         return super().forward(hidden_states, **kwargs)
 
 
 class PlacedDecoder(FamilyDecoder):
-    """One whose layers would get no `position_ids`."""
+    """Decoder that passes positions to its layers, which the family's own does not."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -190,13 +190,13 @@ class PlacedDecoder(FamilyDecoder):
 
 
 def _rename(module: nn.Module, names: dict[str, str]) -> None:
-    """Children of a module, whose class finds them by both names."""
+    """Rename child modules; properties of the class keep their old names working."""
     for old, new in names.items():
         module._modules[new] = module._modules.pop(old)
 
 
 def decoder_class(family: str) -> type[FamilyDecoder]:
-    """Return what is put before the decoder's class of a family, by its `model_type`."""
+    """Return the mixin of a family's decoder class, by `model_type`."""
     return DECODERS.get(family, PlacedDecoder)
 
 

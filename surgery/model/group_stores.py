@@ -1,6 +1,6 @@
-"""Stores of a group of adjacent layers for tokens that are no longer exact: in a shared basis, or merged in pairs.
+"""Compressed stores of the older tokens of a group of adjacent layers: in a shared basis, or merged in pairs.
 
-Shapes: B batch, S tokens stored, W layers of the group, n elements of a token in one layer (its keys, then its values).
+Shapes: B batch, S stored tokens, W layers of the group, n elements of a token in one layer (keys, then values).
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -16,14 +16,14 @@ from .growing import append
 
 
 class GroupStore:
-    """Tokens of all layers of a group.
+    """Base class of a store of the tokens of all layers of a group.
 
-    Every layer writes each block of tokens once, in the order of the layers; the block can be read when the last one
-    has written.
+    Every layer writes each block of tokens once, in the order of the layers. A block can be read after the last layer
+    has written it.
     """
 
     reserved = 0
-    """Tokens that memory is allocated for at once."""
+    """Tokens to allocate memory for at once."""
     _kept: tuple[str, ...] = ()  # attributes that hold a tensor with the batch as first dimension, or None
 
     def __init__(self, layers: int) -> None:
@@ -32,14 +32,14 @@ class GroupStore:
         self.reset()
 
     def settings(self) -> tuple:
-        """Return the settings that two stores must share to be interchangeable."""
+        """Return the settings in which two stores must agree to be interchangeable."""
         return (type(self).__name__, self.layers)
 
     def write(self, place: int, tokens: Tensor) -> None:
-        """Takes a block [B, 1, n tokens, ·] of the layer at `place`.
+        """Write a block [B, 1, n tokens, ·] of the layer at index `place` of the group.
 
         Raises:
-            ValueError: an earlier layer of the group has not written it.
+            ValueError: an earlier layer of the group has not written the block.
         """
         if place != len(self._pending):
             raise ValueError(f"layer {place} of a group wrote its tokens where layer {len(self._pending)} was expected")
@@ -49,45 +49,45 @@ class GroupStore:
             self._encode(pending)
 
     def read(self, place: int, start: int, stop: int) -> Tensor:
-        """Positions `start` to `stop` - 1 for the layer at `place`, [B, 1, stop - start, ·]."""
+        """Read positions `start` to `stop` - 1 for the layer at index `place`, [B, 1, stop - start, ·]."""
         raise NotImplementedError
 
     def numbers(self, tokens: int, width: int) -> int:
-        """Numbers kept of `tokens` tokens of `width` numbers in each layer, in the dtype of the tokens."""
+        """Return the stored elements of `tokens` tokens of `width` elements per layer, in the dtype of the tokens."""
         raise NotImplementedError
 
     def index_bytes(self, tokens: int) -> int:
-        """Bytes kept beside those numbers."""
+        """Return the bytes stored next to these elements."""
         return 0
 
     def _encode(self, blocks: list[Tensor]) -> None:
-        """Stores one block of every layer."""
+        """Store one block of every layer."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drop all tokens."""
         self._pending = []
         for name in self._kept:
             setattr(self, name, None)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies `change`, which acts on dimension 0, to everything kept for each row of the batch."""
+        """Apply `change`, which acts on dimension 0, to all tensors with a batch dimension."""
         self._pending = [change(tokens) for tokens in self._pending]
         for name in self._kept:
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
 
     def _append(self, name: str, tensor: Tensor, tokens: int, dim: int = -2) -> None:
-        """Adds entries that so many tokens have."""
+        """Append the entries of `tokens` tokens to an attribute."""
         capacity = -(-self.reserved // tokens) * tensor.shape[dim]
         setattr(self, name, append(getattr(self, name), tensor, dim, capacity=capacity))
 
 
 class SharedCodes(GroupStore):
-    """Codes in one basis for the group: the sum of what its layers write, read by each through its own basis.
+    """Store of latents in a shared basis: the sum of all layers' contributions, read by each layer with its own matrix.
 
     Attributes:
-        codes: [B, 1, S, r].
+        codes: latents [B, 1, S, r].
     """
 
     _kept = ("codes",)
@@ -97,15 +97,15 @@ class SharedCodes(GroupStore):
         self.rank = rank
 
     def settings(self) -> tuple:
-        """Layers and rank."""
+        """Return layers and rank."""
         return *super().settings(), self.rank
 
     def numbers(self, tokens: int, width: int) -> int:
-        """r of each token."""
+        """Return r per token."""
         return tokens * self.rank
 
     def write(self, place: int, tokens: Tensor) -> None:
-        """Takes a layer's share of the codes of a block [B, 1, n tokens, r]."""
+        """Add a layer's contribution [B, 1, n tokens, r] to the latents of a block."""
         if place and len(self._pending) != 1:
             raise ValueError(f"layer {place} of a group wrote its tokens before the first one")
         self._pending = [tokens if place == 0 else self._pending[0] + tokens]
@@ -114,41 +114,41 @@ class SharedCodes(GroupStore):
             self._append("codes", codes, codes.shape[-2])
 
     def read(self, place: int, start: int, stop: int) -> Tensor:
-        """Codes [B, 1, stop - start, r], the same for every layer."""
+        """Read the latents [B, 1, stop - start, r], the same for every layer."""
         return self.codes[..., start:stop, :]
 
 
 class PromptBasis(GroupStore):
-    """A basis of the first block's own: xKV as published, Chang et al., arXiv:2503.18893, section 4.
+    """Store with a basis computed from the first block: xKV as published, Chang et al., arXiv:2503.18893, section 4.
 
-    The stacked tokens [S, W·n] of a row are projected on their leading right singular vectors, keys and values apart.
-    The vectors are those of the Gram matrix in fp64, which asks for no singular value decomposition as long as a text.
+    The stacked tokens [S, W·n] of a row are projected onto their leading right singular vectors, keys and values
+    separately. The vectors are eigenvectors of the Gram matrix in fp64, which avoids an SVD as long as the text.
 
     Attributes:
-        key_codes, value_codes: [B, 1, S, ranks].
-        key_up, value_up: [B, W, width, ranks].
+        key_codes, value_codes: latents [B, 1, S, rank].
+        key_up, value_up: bases [B, W, width, rank].
     """
 
     _kept = ("key_codes", "value_codes", "key_up", "value_up")
 
     def __init__(self, layers: int, key_width: int, key_rank: int, value_rank: int) -> None:
-        """`key_width`: how many of a token's numbers are keys."""
+        """Make an empty store; the first `key_width` elements of a token are keys."""
         super().__init__(layers)
         self.key_width, self.key_rank, self.value_rank = key_width, key_rank, value_rank
 
     def settings(self) -> tuple:
-        """Layers and ranks."""
+        """Return layers and ranks."""
         return *super().settings(), self.key_rank, self.value_rank
 
     def numbers(self, tokens: int, width: int) -> int:
-        """Codes of each token, and the two bases; a rank cannot exceed what it is the rank of."""
+        """Return the elements of latents and both bases; a rank is at most the smaller dimension of its matrix."""
         total = 0
         for side, rank in ((self.key_width, self.key_rank), (width - self.key_width, self.value_rank)):
             total += min(rank, tokens, self.layers * side) * (tokens + self.layers * side)
         return total
 
     def read(self, place: int, start: int, stop: int) -> Tensor:
-        """Rebuilt tokens [B, 1, stop - start, n]."""
+        """Read rebuilt tokens [B, 1, stop - start, n]."""
         keys = self.key_codes[..., start:stop, :] @ self.key_up[:, None, place].mT
         values = self.value_codes[..., start:stop, :] @ self.value_up[:, None, place].mT
         return torch.cat([keys, values], dim=-1)
@@ -161,43 +161,43 @@ class PromptBasis(GroupStore):
 
 
 class MergedPairs(GroupStore):
-    """Two layers merged into one direction: MiniCache, Liu et al., arXiv:2405.14366, section 4.
+    """Store of two layers merged into one direction: MiniCache, Liu et al., arXiv:2405.14366, section 4.
 
-    For each KV head, keys and values apart, the unit vectors x and y of a token in the two layers become
+    For each KV head, keys and values separately, the unit vectors x and y of a token in the two layers become
     ``(sin((1-t)Ω) x + sin(tΩ) y) / sin Ω`` with Ω the angle between them (SLERP, eq. 3); each layer multiplies it by
-    its own norm. The tokens of a block with the widest angles (mean over heads) are kept as they were: a fixed share,
-    where the paper takes those above a threshold between least and greatest angle, so that the bytes can be foretold.
-    Rotation leaves norms and angles as they are, so merging before it is the same as after it.
+    its own norm. The `kept` tokens of a block with the widest angles (mean over heads) are not merged. The paper uses a
+    threshold between the least and the greatest angle instead; a fixed count makes the bytes predictable. RoPE
+    preserves norms and angles, so merging before it is the same as after it.
 
     Attributes:
-        directions: [B, 1, S, n].
+        directions: merged directions [B, 1, S, n].
         norms: [B, 1, S, 2 layers · 2G], keys of all heads, then values.
-        exact: [B, 2 layers, blocks · kept, n], the tokens with the widest angles.
-        exact_slots: int32 [B, 2, blocks · kept], for keys and for values.
+        exact: unmerged tokens [B, 2 layers, blocks · kept, n].
+        exact_slots: positions of unmerged tokens, int32 [B, 2, blocks · kept], for keys and for values.
     """
 
     _kept = ("directions", "norms", "exact", "exact_slots")
 
     def __init__(self, heads: int, key_width: int, block: int, kept: int, interpolation: float) -> None:
-        """`kept`: tokens of each `block` that are not merged; `interpolation`: t, the later layer's share."""
+        """Make an empty store; `kept` tokens of each `block` stay unmerged, `interpolation` is t."""
         super().__init__(layers=2)
         self.heads, self.key_width, self.interpolation = heads, key_width, interpolation
         self.block, self.kept = block, min(kept, block)
 
     def settings(self) -> tuple:
-        """Layers, tokens kept, t."""
+        """Return layers, unmerged tokens and t."""
         return *super().settings(), self.kept, self.interpolation
 
     def numbers(self, tokens: int, width: int) -> int:
-        """A direction and four norms per head of each token; both layers' numbers of those that are not merged."""
+        """Return the elements: a direction and four norms per head and token, and unmerged tokens of both layers."""
         return tokens * (width + 4 * self.heads) + tokens // self.block * self.kept * 2 * width
 
     def index_bytes(self, tokens: int) -> int:
-        """Positions of the tokens that are not merged, for keys and for values."""
+        """Return the bytes of `exact_slots`."""
         return tokens // self.block * self.kept * 2 * torch.int32.itemsize
 
     def read(self, place: int, start: int, stop: int) -> Tensor:
-        """Tokens [B, 1, stop - start, n] of the layer at `place`: its norms, the shared directions."""
+        """Read tokens [B, 1, stop - start, n] of the layer at index `place`: its norms times shared directions."""
         parts = []
         norms = self.norms.chunk(2, dim=-1)[place].chunk(2, dim=-1)
         for index, span in enumerate(self._spans(self.directions.shape[-1])):
@@ -236,9 +236,9 @@ class MergedPairs(GroupStore):
 
 
 def slerp(first: Tensor, second: Tensor, t: float) -> tuple[Tensor, Tensor]:
-    """Spherical interpolation of the directions of two vectors [..., d]: unit vector [..., d] and angle [...], in rad.
+    """Interpolate the directions of vectors [..., d] spherically; return unit vectors [..., d] and angles [...] in rad.
 
-    Where the angle vanishes the result is the weighted mean of both. A zero vector, as padding is, makes no angle.
+    At an angle near 0 the result is the weighted mean of both. With a zero vector, as at padding, the angle is 0.
     """
     wide = torch.promote_types(first.dtype, torch.float32)
     x, y = (torch.nn.functional.normalize(v.to(wide), dim=-1) for v in (first, second))
@@ -253,7 +253,7 @@ def slerp(first: Tensor, second: Tensor, t: float) -> tuple[Tensor, Tensor]:
 
 
 def _leading(layers: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens of W layers [B, W, S, d] in their leading common basis: codes [B, 1, S, r] and up [B, W, d, r]."""
+    """Project tokens of W layers [B, W, S, d] onto a common basis [B, W, d, r]; return latents [B, 1, S, r] first."""
     _, count, tokens, dim = layers.shape
     stacked = layers.transpose(1, 2).flatten(2).double()  # [B, S, W·d]
     rank = min(rank, tokens, count * dim)
