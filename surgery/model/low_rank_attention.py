@@ -1,11 +1,11 @@
-"""Attention that caches low-rank latents and rebuilds keys and values from them, in the place of a family's own.
+"""Attention that caches low-rank latents and rebuilds keys and values from them, replacing a family's own attention.
 
-Keys are rebuilt before the key norm and the rotation, so both stay exact. CSKV (arXiv:2409.10593) keeps one latent for
-keys and one for values, Palu (arXiv:2407.21118) two for every few heads; a joint latent for both keeps more at the same
-bytes. Latents of earlier layers of a group may be read as well: they are in the cache already.
+Keys are rebuilt before the key norm and the rotation, so both stay exact. CSKV (arXiv:2409.10593) has one latent for
+keys and one for values, Palu (arXiv:2407.21118) two per group of heads; a joint latent for both retains more at the
+same bytes. A layer may also read the latents of earlier layers, which are in the cache already.
 
-Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads, d head_dim, D hidden size, r own
-latents, s latents of earlier layers.
+Shapes: B batch, T new tokens, S tokens in the cache, H query heads, G KV heads, d head_dim, D hidden size, r latent
+elements of the layer, s latent elements of earlier layers.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -46,10 +46,10 @@ class _Part:
     """Blocks whose latents are cached together, and the heads that read them.
 
     Attributes:
-        blocks: their numbers.
-        heads: KV heads that are rebuilt from them, ascending.
-        queries: the query heads that follow those.
-        key_order, value_order: where each of `heads` is among those of the blocks; None if they are in order.
+        blocks: indices of the blocks.
+        heads: KV heads rebuilt from the blocks, ascending.
+        queries: query heads of these KV heads.
+        key_order, value_order: index of each of `heads` in the output of the up-projections; None if in order.
     """
 
     blocks: list[int]
@@ -60,30 +60,29 @@ class _Part:
 
 
 class LowRankAttention(Accelerated, nn.Module):
-    r"""Low-rank attention, fitted into the place of a family's stock attention module.
+    r"""Low-rank attention, a replacement of a family's stock attention module.
 
-    With R_m the rotation of position m and c_n = kv_down(x_n), which is what the cache holds:
+    With R_m the rotation of position m and c_n = kv_down(x_n), the cached latent:
 
         [k_g(n)]_g = key_up_b [shared_n ; c_n^b] + key_bias     for the KV heads g that block b serves
         [v_g(n)]_g = value_up_b [shared_n ; c_n^b] + value_bias
         score_h(m, n) = scaling · ⟨R_m q_h(m), R_n k_norm(k_g(n))⟩
 
-    `shared_n` are the latents that the `shared_layers` layers before this one have cached of the same token; only a
-    layer with one block reads any. Positions are places in the cache: RoPE sees differences of positions alone, and
-    padding on the left shifts queries and keys of a row together. Where positions have several axes, `axis_positions`
-    says those of all places.
+    `shared_n` are the latents of the same token in the `shared_layers` layers before this one; only a layer with one
+    block reads any. Positions are indices in the cache: RoPE depends on distances alone, and left padding shifts
+    queries and keys of a row together. With multi-axis RoPE, `axis_positions` holds the positions of all tokens.
 
-    With a `window`, the latest tokens, and with `sinks` the first ones, are read exactly: a query at m sees the keys
-    and values of the source at n > m - window and n < sinks, rebuilt ones elsewhere. `k_proj` and `v_proj` are kept for
-    that, and the cache holds exact tokens beside the latents of all (see `ExactWindowLayer`).
+    With a `window` the latest tokens, and with `sinks` the first ones, are read in full precision: a query at m sees
+    the source's keys and values at n > m - window and n < sinks, and rebuilt ones at all other n. The layer keeps
+    `k_proj` and `v_proj` for that, and caches full-precision tokens next to all latents (see `ExactWindowLayer`).
 
-    With `streaming` in its entry, the latents of some blocks are kept for the first tokens and a window only, and all
-    heads that are rebuilt from them see those alone (see `hybrid_cache`).
+    With `streaming` in its entry, the latents of some blocks are kept for sinks and a window only, and all heads that
+    are rebuilt from them stream (see `hybrid_cache`).
     """
 
     @classmethod
     def cache_layer_of(cls, entry: LowRankEntry, whole: CompactLayer, codes: Any) -> CompactLayer:
-        """Make an empty layer of latents, of which some may stream, or with an exact window."""
+        """Make an empty cache layer of latents, of which some may stream, or with a residual window."""
         if entry.window:
             return ExactWindowLayer(entry.sinks, entry.window, whole)
         if not (settings := entry.streaming):
@@ -97,7 +96,7 @@ class LowRankAttention(Accelerated, nn.Module):
         config = stock.config
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
         self.rotate = rotation_of(stock)
-        # The type of the layer, by which Gemma 3 and OLMo 3 have their frequencies.
+        # Gemma 3 and OLMo 3 have RoPE frequencies per layer type.
         kind = getattr(stock, "layer_type", getattr(stock, "attention_type", None))
         self.rope_of = kind if kind in (getattr(config, "rope_parameters", None) or ()) else None
         self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
@@ -124,7 +123,7 @@ class LowRankAttention(Accelerated, nn.Module):
             )
             for served in ([block.keys for block in entry.blocks], [block.values for block in entry.blocks])
         )
-        # The source's biases: the same for every token, they cost no latents.
+        # The source's biases are the same for every token, so they need no latent elements.
         biased = (entry.has_bias or projection.bias is not None for projection in (stock.k_proj, stock.v_proj))
         width = self.num_kv_heads * self.head_dim
         self.key_bias, self.value_bias = (nn.Parameter(torch.empty(width)) if bias else None for bias in biased)
@@ -133,13 +132,13 @@ class LowRankAttention(Accelerated, nn.Module):
         self._full = self._part(entry, [number for number in range(len(self.ranks)) if number not in streaming])
         self._streaming = self._part(entry, streaming)
 
-        # Set by `connect`, with the latents that layers of one forward pass hand on to later ones.
+        # Set by `connect`; `shared_latents` holds the latents that layers of one forward pass share.
         self.rotary: tuple[nn.Module, ...] = ()
         self.shared_latents: dict[int, torch.Tensor] = {}
         self.hands_on = False
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
+        """Initialize tensors that the base model does not have; loaded tensors stay unchanged."""
         for up in (*self.key_up.matrices().values(), *self.value_up.matrices().values()):
             init.normal_(up, std=self.config.initializer_range)
         for bias in (self.key_bias, self.value_bias):
@@ -147,7 +146,7 @@ class LowRankAttention(Accelerated, nn.Module):
                 init.zeros_(bias)
 
     def connect(self, decoder: nn.Module, shared_latents: dict[int, torch.Tensor]) -> None:
-        """Take the rotary embedding, and latents of earlier layers, which learn that they are read."""
+        """Store references to the rotary embedding and shared latents; have earlier layers provide theirs."""
         connect_rotary(self, decoder)
         self.shared_latents = shared_latents
         for index in range(self.layer_idx - self.shared_layers, self.layer_idx):
@@ -155,17 +154,16 @@ class LowRankAttention(Accelerated, nn.Module):
 
     @property
     def latent_slices(self) -> list[slice]:
-        """Slices of `kv_down`'s outputs that are the latents of each block, in the order in which they may be cut.
+        """Slices of `kv_down`'s outputs with the latent elements of each block, which can be truncated at the end.
 
-        A block with its last latents at zero computes what it does without them: the first so many are a smaller layer
-        (`surgery slice`).
+        Removing the last elements of a block equals setting them to zero, so the leading ones alone form a smaller
+        layer (`surgery slice`).
         """
         ends = [sum(self.ranks[: number + 1]) for number in range(len(self.ranks))]
         return [slice(end - rank, end) for end, rank in zip(ends, self.ranks, strict=True)]
 
     def latent_readers(self) -> list[list[torch.Tensor]]:
-        """Return, for each block, views [·, r] of all weights that read its latents; none where later layers read them
-        too."""
+        """Return, per block, views [·, r] of all weights that read its latents; empty if later layers read them too."""
         if self.hands_on:
             return []
         ups = self.key_up.matrices(), self.value_up.matrices()
@@ -182,11 +180,10 @@ class LowRankAttention(Accelerated, nn.Module):
         axis_positions: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, S].
+        """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, S].
 
-        `position_embeddings` go unused, see the class. `left_padding` of each row is read where some tokens are treated
-        apart and there is no cache that knows it. A layer in which blocks stream gives no weights. `axis_positions` as
-        in `AxisDecoder`.
+        `position_embeddings` are unused, see the class. `left_padding` is used without a cache, if the layer has a
+        window or streams. A layer with streaming blocks returns no weights. `axis_positions` as in `AxisDecoder`.
         """
         kwargs["sliding_window"] = self.sliding_window
         batch, num_tokens, _ = hidden_states.shape
@@ -197,7 +194,7 @@ class LowRankAttention(Accelerated, nn.Module):
             length, first = cache.get_mask_sizes(num_tokens, self.layer_idx)
         slots = torch.arange(num_tokens, device=latent.device) + past_length
         query, gate = project_queries(self, hidden_states)
-        positions = kwargs.get("position_ids")  # of Llama 4 places in the cache, as it counts itself
+        positions = kwargs.get("position_ids")  # None in Llama 4, which counts in the cache
         query = self._rotated(query.transpose(1, 2), slots, axis_positions)
         query = scaled_by_position(self, query, slots[None] if positions is None else positions)
         if self.streaming:
@@ -234,7 +231,7 @@ class LowRankAttention(Accelerated, nn.Module):
             attention_mask = visible_mask(self, self._both(attention_mask, visible, slots, places, layer), query.dtype)
 
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
-        if self.window and weights is not None:  # a token's two columns, rebuilt and exact, are one
+        if self.window and weights is not None:  # a token has two columns, rebuilt and full-precision
             weights, exact_weights = weights.split((length, weights.shape[-1] - length), dim=-1)
             columns = exact_slots.clamp(max=length - 1)[:, None, None].expand_as(exact_weights)
             weights = weights.scatter_add(-1, columns, exact_weights)
@@ -249,7 +246,7 @@ class LowRankAttention(Accelerated, nn.Module):
         positions: torch.Tensor | None,
         **kwargs,
     ) -> torch.Tensor:
-        """Outputs [B, T, H, d] of rotated queries [B, H, T, d] and new latents [B, 1, T, r], where blocks stream."""
+        """Compute outputs [B, T, H, d] of rotated queries [B, H, T, d] and latents [B, 1, T, r] if blocks stream."""
         blocks = latent.split(self.ranks, dim=-1)
         if (part := self._full).blocks:
             new = torch.cat([blocks[number] for number in part.blocks], dim=-1)
@@ -273,7 +270,7 @@ class LowRankAttention(Accelerated, nn.Module):
         return take(torch.cat((full, out), dim=2), sorted(range(len(order)), key=order.__getitem__), 2)
 
     def _part(self, entry: LowRankEntry, numbers: list[int]) -> _Part:
-        """Return the part of the entry's blocks with these numbers."""
+        """Return the part with the entry's blocks at these indices."""
         keys = [head for number in numbers for head in entry.blocks[number].keys]
         values = [head for number in numbers for head in entry.blocks[number].values]
         heads, size = sorted(keys), self.num_key_value_groups
@@ -281,16 +278,16 @@ class LowRankAttention(Accelerated, nn.Module):
         return _Part(numbers, heads, queries, _places(keys), _places(values))
 
     def _cached(self, latent: torch.Tensor, cache: Cache | None, left_padding: LeftPadding | None) -> torch.Tensor:
-        """Cache new latents [B, 1, T, r]; return what is read of all tokens [B, 1, S, r]."""
+        """Cache new latents [B, 1, T, r]; return the latents of all tokens [B, 1, S, r]."""
         return latent if cache is None else cache.update(latent, latent[..., :0], self.layer_idx)[0]
 
     def _shared(self, device: torch.device) -> torch.Tensor:
-        """Latents of earlier layers [B, S, s]."""
+        """Return the latents of earlier layers [B, S, s]."""
         earlier = range(self.layer_idx - self.shared_layers, self.layer_idx)
         return torch.cat([self.shared_latents[index][:, 0].to(device) for index in earlier], dim=-1)
 
     def _rebuilt(self, latent: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """A part's latents [B, 1, S, r] → keys, normalized and not rotated, and values of its heads [B, ·, S, d]."""
+        """Rebuild normalized, unrotated keys and values [B, ·, S, d] of a part's heads from latents [B, 1, S, r]."""
         own = latent[:, 0].split([self.ranks[number] for number in part.blocks], dim=-1)
         if self.shared_layers:
             own = (torch.cat((self._shared(latent.device), *own), dim=-1),)
@@ -304,20 +301,21 @@ class LowRankAttention(Accelerated, nn.Module):
         return normalize_heads(self.k_norm, key, at=1), value
 
     def _heads(self, latents: dict[int, torch.Tensor], up: UpProjections, order: list[int] | None) -> torch.Tensor:
-        """Latents [B, S, ·] of blocks, each through its up-projection, as heads in order without bias [B, ·, S, d]."""
+        """Up-project the latents [B, S, ·] of blocks to heads in order, without bias [B, ·, S, d]."""
         return take(up(latents).unflatten(-1, (-1, self.head_dim)), order, 2).transpose(1, 2)
 
     def _exact(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The source's keys (normalized, not rotated) and values: [B, 1, T, 2·G·d]."""
+        """Compute the source's keys (normalized, not rotated) and values [B, 1, T, 2·G·d]."""
         key = self.k_proj(hidden_states)
         if self.k_norm is not None:
             key = normalize_heads(self.k_norm, key.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
         return torch.cat((key, self.v_proj(hidden_states)), dim=-1).unsqueeze(1)
 
     def _rotated(self, heads: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Rotate heads [B, ·, S, d] of tokens at the places `slots` [S] or [B, S], to `positions` of all, or to these.
+        """Rotate heads [B, ·, S, d] of the tokens with cache indices `slots`, [S] or [B, S].
 
-        Places that no token has yet are those of keys that a mask hides.
+        They are rotated to their `positions` [A, B, S] with multi-axis RoPE, else to `slots`. Indices without a token
+        belong to keys that the mask hides.
         """
         if self.rotate is unrotated:
             return heads
@@ -329,7 +327,7 @@ class LowRankAttention(Accelerated, nn.Module):
         return self.rotate(heads, *rotary(heads, slots))
 
     def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return which keys may be seen at all, bool [B or 1, 1, T, S]."""
+        """Return the mask of keys that are visible in either form, bool [B or 1, 1, T, S]."""
         if mask is None:
             return (slots[:, None] >= places)[None, None]
         mask = mask[..., : len(places)]
@@ -343,8 +341,7 @@ class LowRankAttention(Accelerated, nn.Module):
         places: torch.Tensor,
         layer: ExactWindowLayer,
     ) -> torch.Tensor:
-        """Return which keys are read, rebuilt ones and then exact ones, bool [B, 1, T, S + E]; once for all layers
-        alike."""
+        """Return the mask of rebuilt and then full-precision keys, bool [B, 1, T, S + E], memoized for equal layers."""
 
         def make() -> torch.Tensor:
             start = layer.padding.on(slots.device)[:, None, None]
@@ -352,11 +349,11 @@ class LowRankAttention(Accelerated, nn.Module):
             rebuilt = self._causal(mask, slots, places) & ~exact[:, None]
             return torch.cat((rebuilt, visible.expand(len(rebuilt), -1, -1, -1)), dim=-1)
 
-        # In a step the mask is the same tensor for all layers, and `visible` for those with the same window.
+        # In a step all layers have the same mask tensor, and those with equal windows the same `visible`.
         key = "with rebuilt", id(visible), self.window, self.exact_sinks
         return once(visible if mask is None else mask, key, make)
 
 
 def _places(heads: list[int]) -> list[int] | None:
-    """Return the positions of each head's rows among those of the blocks; None if they are in order."""
+    """Return the index of each head, ascending, in `heads`; None if they are in order."""
     return None if heads == sorted(heads) else sorted(range(len(heads)), key=heads.__getitem__)

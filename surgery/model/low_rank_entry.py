@@ -1,4 +1,4 @@
-"""The entry of a layer that rebuilds keys and values from latents, kind "low_rank".
+"""Entry of a layer that rebuilds keys and values from latents, kind "low_rank".
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -12,11 +12,11 @@ from .layer_entry import LayerEntry, Windows, codes_problem, head_dim_of, kv_hea
 
 @dataclass(frozen=True)
 class Block:
-    """Latents that serve some heads.
+    """Latent of a subset of the KV heads.
 
     Attributes:
-        rank: how many.
-        keys, values: the KV heads whose keys, and whose values, are rebuilt from them.
+        rank: number of latent elements.
+        keys, values: KV heads whose keys, and whose values, are rebuilt from the latent.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class Block:
 
 @dataclass(frozen=True)
 class StreamingBlocks:
-    """Blocks, by their numbers, whose latents are kept for the first and the last tokens only."""
+    """Indices of the blocks whose latents are kept for the first and the last tokens only."""
 
     blocks: tuple[int, ...]
     sinks: int
@@ -38,12 +38,12 @@ class LowRankEntry(LayerEntry):
     """Low-rank attention.
 
     Attributes:
-        has_bias: whether rebuilt keys and values get a bias where the family's own have none.
-        blocks: every key head and every value head is in one of them.
-        shared_layers: how many layers before this one hand their latents on to it.
-        shared_rank: latents of those.
-        sinks, window: first and latest tokens that a query reads exactly, its own included; 0 for none.
-        codes: formats of `kv_cache` and how many latents have each, in place of its own format.
+        has_bias: whether rebuilt keys and values get a bias even if the family's own have none.
+        blocks: the blocks; every key head and every value head is in exactly one.
+        shared_layers: number of layers before this one whose latents it reads.
+        shared_rank: latent elements of those layers in all.
+        sinks, window: first and latest tokens that a query reads in full precision, its own included; 0 for none.
+        codes: pairs of a `kv_cache` format and a number of latent elements; they override the format of `kv_cache`.
         streaming: blocks that are not kept for all tokens.
     """
 
@@ -66,16 +66,16 @@ class LowRankEntry(LayerEntry):
     ranks = property(lambda self: tuple(block.rank for block in self.blocks))
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
-        """All latents, and the exact keys and values of a window."""
+        """Return the shape of all latents, and of the full-precision keys and values of a window."""
         return 1, sum(self.ranks), 2 * kv_heads_of(config) * head_dim_of(config) if self.window else 0
 
     def width(self, config: Any) -> int:
-        """Count the latents: exact keys and values are those of a window, not of every token."""
+        """Return the number of latent elements; only tokens of a window have keys and values as well."""
         heads, latents, _ = self.cached_shape(config)
         return heads * latents
 
     def windows(self, config: Any) -> Windows | None:
-        """Query heads that see all tokens, and those that see the first tokens and a window only."""
+        """Return the windows of full and streaming query heads; None if no block streams."""
         if not self.streaming:
             return None
         heads = sum(len(self.blocks[number].keys) for number in self.streaming.blocks)
@@ -84,7 +84,7 @@ class LowRankEntry(LayerEntry):
         return [(config.num_attention_heads - heads, None, False), (heads, window, False)]
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the blocks, the window, what is shared or what streams."""
+        """Return the error of the blocks, the window, shared latents or streaming blocks."""
         problem = (self.streaming and self._streaming_problem()) or codes_problem(self) or self._blocks_problem(config)
         return problem or self._sharing_problem(config, index, entries)
 
@@ -100,7 +100,7 @@ class LowRankEntry(LayerEntry):
         return None
 
     def _sharing_problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the layers whose latents this one reads."""
+        """Return the error of the earlier layers whose latents this one reads."""
         first = index - self.shared_layers
         if first < 0 or (self.shared_layers and len(self.blocks) > 1):
             return "shared_layers needs that many layers before it, and one block"

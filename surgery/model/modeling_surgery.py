@@ -1,4 +1,4 @@
-"""The remote code's entry module with all parts, for what no smaller one has.
+"""Entry module of the remote code with all parts, for checkpoints that no smaller entry module covers.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -22,7 +22,7 @@ from .token_codes import TokenCodes
 
 
 class SurgeryForCausalLM(BaseModel):
-    """The class that `auto_map` in config.json names."""
+    """Causal language model class named by `auto_map` in config.json."""
 
 
 __all__ = [

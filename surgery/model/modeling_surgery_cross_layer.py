@@ -1,4 +1,4 @@
-"""The remote code's entry module where layers share a cache.
+"""Entry module of the remote code for layers that share a cache.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -10,7 +10,7 @@ from .cross_layer_latent_attention import CrossLayerLatentAttention
 
 
 class SurgeryForCausalLM(BaseModel):
-    """The class that `auto_map` in config.json names."""
+    """Causal language model class named by `auto_map` in config.json."""
 
 
 __all__ = ["BlockwiseDecoder", "CrossLayerAttention", "CrossLayerLatentAttention", "SurgeryForCausalLM"]

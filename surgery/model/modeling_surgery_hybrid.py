@@ -1,4 +1,4 @@
-"""The remote code's entry module where some heads of converted layers stream.
+"""Entry module of the remote code for layers with streaming heads.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -9,7 +9,7 @@ from .hybrid_attention import HybridAttention
 
 
 class SurgeryForCausalLM(BaseModel):
-    """The class that `auto_map` in config.json names."""
+    """Causal language model class named by `auto_map` in config.json."""
 
 
 __all__ = ["HybridAttention", "SurgeryForCausalLM", "new_layers"]

@@ -1,4 +1,4 @@
-"""The remote code's entry module where converted layers are MLA.
+"""Entry module of the remote code for MLA layers.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -8,7 +8,7 @@ from .latent_attention import LatentAttention
 
 
 class SurgeryForCausalLM(BaseModel):
-    """The class that `auto_map` in config.json names."""
+    """Causal language model class named by `auto_map` in config.json."""
 
 
 __all__ = ["LatentAttention", "SurgeryForCausalLM"]

@@ -1,4 +1,4 @@
-"""The remote code's entry module where kinds of layers and caches are mixed, unless layers share a cache.
+"""Entry module of the remote code for mixed kinds of layers and caches, except layers that share a cache.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -15,7 +15,7 @@ from .token_codes import TokenCodes
 
 
 class SurgeryForCausalLM(BaseModel):
-    """The class that `auto_map` in config.json names."""
+    """Causal language model class named by `auto_map` in config.json."""
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Vision-language model with converted attention in its language model; all else is the source class's own code.
+"""Vision-language model with converted attention in its language model; the rest is the source class's own code.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -13,15 +13,15 @@ from .parts import entries_of
 
 
 class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin):
-    """The source's class, whose decoder's layers get the attention that `text_config.attention_layers` names.
+    """The source's vision-language model with converted attention, as set by `text_config.attention_layers`.
 
-    An instance is also one of the source's class. Tensors keep the source's names.
+    Instances are also instances of the source's class. Tensors keep the source's names.
     """
 
     config_class = SurgeryPicturesConfig
 
     def __new__(cls, config: SurgeryPicturesConfig | None = None, *args, **kwargs):
-        """An instance of a class that is the source's too; copies are made of that class, and without a config."""
+        """Instantiate a combined subclass of the source's class; copies pass no config and have that class already."""
         if config is None:
             return super().__new__(cls)
         stock = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config.base_config())]

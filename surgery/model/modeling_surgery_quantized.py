@@ -1,4 +1,4 @@
-"""The remote code's entry module where layers with the family's own attention, fewer KV heads or MLA quantize.
+"""Entry module of the remote code for quantized caches of stock attention, fewer KV heads or MLA.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -12,7 +12,7 @@ from .token_codes import TokenCodes
 
 
 class SurgeryForCausalLM(BaseModel):
-    """The class that `auto_map` in config.json names."""
+    """Causal language model class named by `auto_map` in config.json."""
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The remote code's entry module where converted layers are MLA with a cache of packed rows.
+"""Entry module of the remote code for MLA with a cache of packed rows.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -9,7 +9,7 @@ from .quantized_latent_attention import QuantizedLatentAttention
 
 
 class SurgeryForCausalLM(BaseModel):
-    """The class that `auto_map` in config.json names."""
+    """Causal language model class named by `auto_map` in config.json."""
 
 
 __all__ = ["QuantizedLatentAttention", "SurgeryForCausalLM", "new_layers"]

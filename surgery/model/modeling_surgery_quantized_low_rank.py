@@ -1,4 +1,4 @@
-"""The remote code's entry module where converted layers are low-rank attention with a cache of packed rows.
+"""Entry module of the remote code for low-rank attention with a cache of packed rows.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -9,7 +9,7 @@ from .quantized_low_rank_attention import QuantizedLowRankAttention
 
 
 class SurgeryForCausalLM(BaseModel):
-    """The class that `auto_map` in config.json names."""
+    """Causal language model class named by `auto_map` in config.json."""
 
 
 __all__ = ["QuantizedLowRankAttention", "SurgeryForCausalLM", "new_layers"]

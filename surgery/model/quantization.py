@@ -1,10 +1,10 @@
-"""Numbers quantized to 8, 4, 3 or 2 bits, and these codes as bytes.
+"""Group quantization to 8, 4, 3 or 2 bits, and packing of the codes into bytes.
 
-Integers are asymmetric, a scale and a zero point a group; fp8 (e4m3) codes have a scale alone, which takes the largest
-number of the group to the format's largest.
+Integer formats are asymmetric, with a scale and a zero point per group. fp8 (e4m3) has a scale only, which maps the
+largest magnitude of the group to the largest of the format.
 
-Where an error counts by its square, as it does in latents that are worth little each, two bits between the extremes of
-a group are spent badly. With `clip` a group's range is narrowed to that of five which leaves the least squared error.
+For latents the squared error matters, and codes of two bits spaced between the extremes of a group waste it. With
+`clip` the range of a group is narrowed to the one of five candidates with the least squared error.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -20,31 +20,31 @@ BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, "fp8": 8}
 """Bits of a code, by format."""
 
 PACKED = {format: 8 // math.gcd(8, bits) for format, bits in BITS.items()}
-"""Codes that fill whole bytes, at least, by format."""
+"""Least number of codes that fill whole bytes, by format."""
 
 CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""Shares of the range of a group between which `clip` chooses; numbers beyond take the nearest code."""
+"""Candidate shares of a group's range for `clip`; values outside the range get the nearest code."""
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = torch.finfo(FLOAT8).max
 
 
 def quantize(values: Tensor, format: str, dim: int, *, clip: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes of `values`, whose groups lie along `dim`.
+    """Quantize `values`; all elements along `dim` are one group.
 
-    Integers are evenly spaced from the least value to the greatest: a value is `code · scale + zero` to within half a
-    step, and near the greatest value the rounding of the step. With `clip` they are spaced over the share of that range
-    among `CLIPS` that leaves the group the least squared error. An fp8 code times the scale is a value to within a
-    sixteenth of it, or 2^-10 scales if that is more.
+    Integer codes are evenly spaced from the minimum to the maximum: `code · scale + zero` is within half a step of the
+    value, plus the rounding of the scale near the maximum. With `clip` they span the share of that range in `CLIPS`
+    with the least squared error. An fp8 code times the scale is within a sixteenth of the value, or within 2^-10
+    scales if that is more.
 
     Returns:
-        Codes of the shape of `values`, uint8, of fp8 the bits of the number; scale and zero, of size 1 along `dim`, in
-        the dtype of `values`. fp8 has no zero.
+        Codes in the shape of `values`, uint8 (the bit pattern for fp8); scale and zero point, of size 1 along `dim`, in
+        the dtype of `values`. The zero point is None for fp8.
     """
     exact = values.to(_wide(values.dtype))
     if format == "fp8":
         scale = (exact.abs().amax(dim, keepdim=True) / FLOAT8_MAX).to(values.dtype)
-        # The scale as it is stored may be too small for the greatest value; beyond the range older torch gives NaN.
+        # The rounded scale may be too small for the maximum; older torch gives NaN beyond the range.
         codes = (exact / _divisor(scale, exact.dtype)).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
         return codes.view(torch.uint8), scale, None
     least, greatest = exact.amin(dim, keepdim=True), exact.amax(dim, keepdim=True)
@@ -66,7 +66,7 @@ def quantize(values: Tensor, format: str, dim: int, *, clip: bool = False) -> tu
 def _evenly_spaced(
     exact: Tensor, least: Tensor, greatest: Tensor, format: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes in the dtype of `exact`, scale and zero in `dtype`, of integers from `least` to `greatest`."""
+    """Quantize to integer codes that span `least` to `greatest`; codes in the dtype of `exact`, the rest in `dtype`."""
     max_code = 2 ** BITS[format] - 1
     scale = ((greatest - least) / max_code).to(dtype)
     codes = ((exact - least) / _divisor(scale, exact.dtype)).round_().clamp_(0, max_code)
@@ -80,7 +80,7 @@ def _squared_error(exact: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, di
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """`codes · scale + zero`, or fp8 codes times the scale; in fp32 at least, then in the dtype of `scale`."""
+    """Compute `codes · scale + zero`, or fp8 codes times the scale, in fp32 at least; returns the dtype of `scale`."""
     wide = _wide(scale.dtype)
     if zero is None:
         return (codes.contiguous().view(FLOAT8).to(wide) * scale.to(wide)).to(scale.dtype)
@@ -88,13 +88,13 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n, d] below 2^bits, uint8, as bytes [..., n·bits/8, d]; n must fill whole bytes.
+    """Pack codes [..., n, d] below 2^bits, uint8, into bytes [..., n·bits/8, d]; n must fill whole bytes.
 
-    Bits of consecutive codes follow each other, the first code in the lowest: eight of three bits fill three bytes.
+    Consecutive codes are adjacent, the first in the lowest bits: eight 3-bit codes fill three bytes.
     """
     if bits == 8:
         return codes
-    size = math.lcm(8, bits)  # bits that begin and end with a code and with a byte
+    size = math.lcm(8, bits)  # least bits that hold whole codes and whole bytes
     parts = codes.unflatten(-2, (codes.shape[-2] * bits // size, size // bits))
     if size == 8:
         return (parts << _shifts(bits, 8, codes)).sum(dim=-2, dtype=torch.uint8)
@@ -103,7 +103,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Return the values that `pack` packed: [..., n, d] uint8 of bytes [..., n·bits/8, d]."""
+    """Unpack bytes [..., n·bits/8, d] from `pack` into codes [..., n, d] uint8."""
     if bits == 8:
         return packed
     size = math.lcm(8, bits)
@@ -115,16 +115,16 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def token_groups(width: int, group: int) -> int:
-    """Groups in which the `width` channels of one token are quantized: the fewest of at most `group`."""
+    """Return the number of groups of at most `group` channels in a token of `width` channels."""
     return -(-width // group)
 
 
 def grouped_channels(tokens: Tensor, group: int) -> Tensor:
-    """Tokens [..., d] with the channels that share a scale as a dimension of their own: [..., groups, size]."""
+    """Reshape tokens [..., d] to [..., groups, size], with the channels that share a scale along the last dimension."""
     groups = token_groups(tokens.shape[-1], group)
     size = -(-tokens.shape[-1] // groups) if groups else group
     if missing := groups * size - tokens.shape[-1]:
-        # The last channel again, so that the last groups are as long as the first and no scale changes.
+        # Pad the last group by repeating the last channel, which does not change its scale.
         tokens = torch.cat([tokens, tokens[..., -1:].expand(*tokens.shape[:-1], missing)], dim=-1)
     return tokens.unflatten(-1, (groups, size))
 
@@ -134,10 +134,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _divisor(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale as it is stored, which decides the codes; 1 where it is 0, as it is of equal values."""
+    """Return the rounded scale as divisor; 1 where the scale is 0, as for equal values."""
     return scale.masked_fill(~(scale > 0), 1).to(dtype)
 
 
 def _shifts(bits: int, size: int, like: Tensor) -> Tensor:
-    """Return the shifts of values of so many bits in `size` bits, [size/bits, 1] in the dtype of another tensor."""
+    """Return the shifts of consecutive `bits`-bit values in a word of `size` bits, [size/bits, 1], dtype of `like`."""
     return torch.arange(0, size, bits, dtype=like.dtype, device=like.device).unsqueeze(-1)

@@ -1,14 +1,14 @@
-"""Keys and values as numbers of 8, 4, 3 or 2 bits, keys by channel and values by token, as KIVI stores them.
+"""KV cache quantized to 8, 4, 3 or 2 bits, keys per channel and values per token, as in KIVI.
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv:2402.02750. Keys have a few channels
-that are large in every token, so the numbers of one channel share a scale; values have no such channels, so those of
-one token do. Latents in the place of the keys are quantized by channel too, unless `keys` says otherwise.
+that are large in every token, so the elements of one channel share a scale. Values have no such channels, so the
+elements of one token do. Latents are stored as keys and quantized per channel too, unless `keys` is "token".
 
-Tokens are quantized `group` at a time, as soon as there are that many behind the window of exact ones, and the forward
-pass that completes a group already reads it quantized. A plain forward pass over a whole text therefore reads all of
-it but the last tokens quantized, at every position, where decoding still has the most recent ones exact; and it lets a
-scale of a channel depend on tokens after the one that reads it, in its own group. Its loss is near that of decoding and
-not the same: judge a quantized cache by a loss that is read through the cache.
+Tokens are quantized `group` at a time, once a full group is older than the residual window. The forward pass that
+completes a group already reads it quantized. A plain forward pass over a whole text therefore reads all but the last
+tokens quantized, at every position, while decoding has the most recent ones in full precision. It also makes the scale
+of a channel depend on later tokens of the same group. Its loss is close to that of decoding, not equal: evaluate a
+quantized cache by decoding through it.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -26,20 +26,20 @@ from .growing import append, refill
 from .quantization import BITS, PACKED, dequantize, grouped_channels, pack, quantize, token_groups, unpack
 
 EXACT = "exact"
-"""Format for as many bits as the model has."""
+"""Format of unquantized values."""
 
 Spans = Sequence[tuple[str, int]]
-"""Formats of adjacent channels, and how many have each."""
+"""Pairs of a format and a number of adjacent channels."""
 
 KEYS = ("channel", "token")
-"""Sharing of a scale of keys: by the tokens of a channel, or by the channels of a token."""
+"""Quantization of keys: per channel, over the tokens of a group; or per token, over the channels of a group."""
 
 
 class QuantizedKVLayer(CompactLayer):
-    """The cache of one layer: the oldest tokens quantized, the rest, fewer than `window + group`, as they came.
+    """Quantized cache layer: the oldest tokens quantized, fewer than `window + group` recent ones in full precision.
 
-    Keys and values may differ in their last dimension (the latent and the rotated part that stock `deepseek_v3` caches
-    in their places, for instance), and that of the values may be 0.
+    Keys and values may differ in their last dimension, as the latent and the rotated key of stock `deepseek_v3` do;
+    that of the values may be 0.
     """
 
     form = "a quantized KV cache"
@@ -58,20 +58,19 @@ class QuantizedKVLayer(CompactLayer):
     ) -> None:
         """
         Args:
-            format: of a code: int8, int4, int3, int2 or fp8 (e4m3).
-            group: tokens that share a scale in a channel of the keys, and channels that do in a token of the values. A
-                head whose size it does not divide has the fewest nearly equal groups of at most that many.
-            window: of the most recent tokens, how many stay exact at least. KIVI keeps 128.
-            keys: "channel", or "token" to quantize the keys as the values are.
-            sinks: first tokens that stay exact.
-            value_format: of the values where it is another, or "exact": they are kept as they come.
-            spans: (format, channels) of the keys' first channels, of the next ones, and so on to the last; none where
-                all have `format`.
-            clip: narrow the range of a group of keys to what leaves the least squared error.
+            format: int8, int4, int3, int2 or fp8 (e4m3).
+            group: tokens that share a scale in a channel of the keys, and channels that share one in a token of the
+                values. A head size that is no multiple is split into the fewest nearly equal groups of at most `group`.
+            window: least number of recent tokens in full precision. KIVI keeps 128.
+            keys: "channel", or "token" to quantize keys like values.
+            sinks: first tokens that stay in full precision.
+            value_format: format of the values if it differs, or "exact" for full precision.
+            spans: (format, channels) of consecutive channels of the keys; empty if all have `format`.
+            clip: narrow the range of each group of keys to the least squared error.
 
         Raises:
-            ValueError: another format, a negative window or number of sinks, or a group whose codes fill no whole
-                bytes.
+            ValueError: an unknown format, a negative window or number of sinks, or a group whose codes do not fill
+                whole bytes.
         """
         super().__init__()
         formats = [format, *([] if value_format in (None, EXACT) else [value_format]), *(each for each, _ in spans)]
@@ -90,18 +89,18 @@ class QuantizedKVLayer(CompactLayer):
         self.spans, self.clip = tuple((each, channels) for each, channels in spans), clip
 
     def settings(self) -> tuple:
-        """Format, group, window, what the keys are quantized by, sinks, format of values, spans of keys, clip."""
+        """Return the arguments of the constructor."""
         whole = self.format, self.group, self.window, self.keys_by, self.sinks
         return *whole, self.value_format, self.spans, self.clip
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after an update, which dequantizes all tokens."""
+        """Predict the bytes after an update, which dequantizes all tokens."""
         yield cached.held(past_length + new) + cached.token_bytes * (past_length + new)
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes that it holds after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
+        """Predict the bytes after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         quantized = self._quantized(tokens)
 
         def bytes_of(format: str, width: int, by_channel: bool) -> int:
@@ -117,11 +116,11 @@ class QuantizedKVLayer(CompactLayer):
         return batch * heads * (codes + (tokens - quantized) * (key_dim + value_dim) * dtype.itemsize)
 
     def _quantized(self, tokens: int) -> int:
-        """Return how many of so many tokens are quantized."""
+        """Return how many of `tokens` tokens are quantized."""
         return max(0, tokens - min(self.sinks, tokens) - self.window) // self.group * self.group
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes batch, heads, head sizes, dtype and device from the first tokens."""
+        """Take batch size, heads, head sizes, dtype and device from the first tokens."""
         self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
         self.first_keys, self.first_values = self.keys.clone(), self.values.clone()
         options = {
@@ -141,7 +140,7 @@ class QuantizedKVLayer(CompactLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Adds tokens [B, H, n, d] and returns those of all tokens [B, H, T, d], dequantized, in the dtype they had."""
+        """Append keys and values [B, H, n, d]; return all tokens [B, H, T, d], dequantized to the original dtype."""
         self.append(key_states, value_states)
         return (
             torch.cat([self.first_keys, self.key_codes.dequantized(), self.keys], dim=-2),
@@ -149,7 +148,7 @@ class QuantizedKVLayer(CompactLayer):
         )
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Adds tokens [B, H, n, d]."""
+        """Append keys and values [B, H, n, d] without dequantizing."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if missing := self.sinks - self.first_keys.shape[-2]:
@@ -170,13 +169,13 @@ class QuantizedKVLayer(CompactLayer):
         self.values = refill(self.values, values[..., complete:, :], max_size=max_tokens)
 
     def get_seq_length(self) -> int:
-        """Tokens kept, in either form."""
+        """Return the number of tokens, quantized or not."""
         if not self.is_initialized:
             return 0
         return self.first_keys.shape[-2] + self.key_codes.tokens + self.keys.shape[-2]
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drop all tokens."""
         self.keys = self.values = self.first_keys = self.first_values = self.key_codes = self.value_codes = None
         self.is_initialized = False
 
@@ -189,18 +188,18 @@ class QuantizedKVLayer(CompactLayer):
 
 
 class GroupedCodes:
-    """Tokens [B, H, T, d] quantized to codes of a few bits, with a scale and, of integers, a zero point for each group.
+    """Quantized tokens [B, H, T, d]: packed codes, and a scale and a zero point (integer formats) per group.
 
     Attributes:
-        codes: [B, H, T·bits/8, d] uint8; consecutive tokens share a byte, the first in its lowest bits.
-        scale, zero: by channel [B, H, T/group, d], by token [B, H, T, groups of d]; in the dtype that the tokens have.
+        codes: [B, H, T·bits/8, d] uint8; consecutive tokens share a byte, the first in the lowest bits.
+        scale, zero: per channel [B, H, T/group, d], or per token [B, H, T, groups of d]; in the dtype of the tokens.
             fp8 has no zero.
     """
 
     def __init__(
         self, like: Tensor, format: str, group: int, *, by_channel: bool, clip: bool = False, reserved: int = 0
     ) -> None:
-        """No tokens yet; batch, heads, d, dtype and device are those of `like` [B, H, any, d].
+        """Make an empty container; batch size, heads, d, dtype and device are those of `like` [B, H, any, d].
 
         `reserved`: tokens to allocate memory for at once.
         """
@@ -213,11 +212,11 @@ class GroupedCodes:
 
     @property
     def tokens(self) -> int:
-        """Tokens held."""
+        """Number of tokens."""
         return self.codes.shape[-2] * 8 // self.bits
 
     def append(self, tokens: Tensor) -> None:
-        """Quantizes tokens [B, H, n, d], n a multiple of the group."""
+        """Quantize and append tokens [B, H, n, d]; n is a multiple of the group."""
         grouped, along = self._grouped(tokens)
         codes, scale, zero = quantize(grouped, self.format, along, clip=self.clip)
         codes = codes.flatten(along - 1, along)[..., : tokens.shape[-1]]
@@ -228,7 +227,7 @@ class GroupedCodes:
             self.zero = append(self.zero, zero.squeeze(along), capacity=scales)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d] dequantized, in the dtype they had."""
+        """Return the tokens [B, H, T, d], dequantized to their original dtype."""
         codes = unpack(self.codes, self.bits)
         grouped, along = self._grouped(codes)
         zero = None if self.zero is None else self.zero.unsqueeze(along)
@@ -236,28 +235,28 @@ class GroupedCodes:
         return tokens.flatten(along - 1, along)[..., : codes.shape[-1]]
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies `change`, which acts on the batch, to all tensors."""
+        """Apply `change`, which acts on the batch dimension, to all tensors."""
         self.codes, self.scale = change(self.codes), change(self.scale)
         if self.zero is not None:
             self.zero = change(self.zero)
 
     def _grouped(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """[B, H, T, d] with a group of d, or of T, as a dimension of its own; and which that is."""
+        """Split d, or T, of [B, H, T, d] into groups; return the tensor and the dimension of the group's elements."""
         if self.by_channel:
             return tokens.unflatten(-2, (tokens.shape[-2] // self.group, self.group)), -2
         return grouped_channels(tokens, self.group), -1
 
 
 class SpannedCodes:
-    """Tokens [B, H, T, d] quantized in different formats: `GroupedCodes` of adjacent channels, side by side."""
+    """Tokens [B, H, T, d] quantized in different formats: `GroupedCodes` for each span of adjacent channels."""
 
     def __init__(
         self, like: Tensor, spans: Spans, group: int, *, by_channel: bool, clip: bool = False, reserved: int = 0
     ) -> None:
-        """No tokens yet, see `GroupedCodes`.
+        """Make an empty container, see `GroupedCodes`.
 
         Raises:
-            ValueError: the spans have other channels than `like`.
+            ValueError: the spans do not add up to the channels of `like`.
         """
         self.widths = [channels for _, channels in spans]
         if sum(self.widths) != like.shape[-1]:
@@ -271,39 +270,39 @@ class SpannedCodes:
 
     @property
     def tokens(self) -> int:
-        """Tokens held."""
+        """Number of tokens."""
         return self.parts[0].tokens
 
     def append(self, tokens: Tensor) -> None:
-        """Quantizes tokens [B, H, n, d], n a multiple of the group."""
+        """Quantize and append tokens [B, H, n, d]; n is a multiple of the group."""
         for part, own in zip(self.parts, tokens.split(self.widths, dim=-1), strict=True):
             part.append(own)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d] dequantized, in the dtype they had."""
+        """Return the tokens [B, H, T, d], dequantized to their original dtype."""
         return torch.cat([part.dequantized() for part in self.parts], dim=-1)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies `change`, which acts on the batch, to all tensors."""
+        """Apply `change`, which acts on the batch dimension, to all tensors."""
         for part in self.parts:
             part.map_rows(change)
 
 
 class ExactTokens:
-    """Tokens [B, H, T, d] as they came, not quantized."""
+    """Unquantized tokens [B, H, T, d], with the interface of `GroupedCodes`."""
 
     def __init__(self, like: Tensor, *, reserved: int = 0) -> None:
-        """No tokens yet; `reserved`: tokens to allocate memory for at once."""
+        """Make an empty container; `reserved`: tokens to allocate memory for at once."""
         self.buffer, self.reserved = like[..., :0, :].clone(), reserved
 
     def append(self, tokens: Tensor) -> None:
-        """Adds tokens [B, H, n, d]."""
+        """Append tokens [B, H, n, d]."""
         self.buffer = append(self.buffer, tokens, capacity=self.reserved)
 
     def dequantized(self) -> Tensor:
-        """The tokens [B, H, T, d]."""
+        """Return the tokens [B, H, T, d]."""
         return self.buffer
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies `change`, which acts on the batch."""
+        """Apply `change`, which acts on the batch dimension."""
         self.buffer = change(self.buffer)

@@ -1,8 +1,8 @@
-"""Multi-head latent attention that reads a cache of packed rows: quantized latents and shared keys.
+"""Multi-head latent attention over a cache of packed rows: quantized latents and shared keys.
 
-The shared key is quantized before its rotation, where its channels have steady ranges, and rotated when it is read; its
-components are few and serve all heads. A step of decoding rebuilds nothing else: queries and outputs absorb the
-up-projections, as in `LatentAttention`. A prompt reads heads (`expanded_heads`).
+The shared key is quantized before its rotation, while its channels have stable ranges, and rotated when it is read; it
+is small and shared by all heads. Decoding uses the absorbed form of `LatentAttention`; prefill expands keys and values
+to heads (`expanded_heads`).
 
 Shapes: B batch, T new tokens, S tokens in the cache, r kv_lora_rank, ρ width of the shared key, G KV heads.
 
@@ -30,31 +30,31 @@ from .token_quantizer import TokenQuantizer, gains_in, with_gains, with_gradient
 
 
 class QuantizedLatentAttention(LatentAttention):
-    r"""MLA whose cache holds, of each token, one row: shared key, latent, and the gains of a key norm.
+    r"""MLA whose cache holds one row per token: latent, shared key, and the gains of a key norm.
 
-    With c = kv_down(x), Q the quantizer of a channel and n the place of a token in the cache:
+    With c = kv_down(x), Q the quantizer of a channel and n the index of a token in the cache:
 
         latent_n, k_rope_n = Q(c_n)[:r], R_n Q(c_n)[r:]      c_n itself for the first tokens of a text
 
-    and scores and outputs as in `LatentAttention`. Positions are places in the cache: RoPE sees differences of
-    positions alone. Where positions have several axes, `axis_positions` says those of all places. Training reads
-    quantized values too, with gradients straight through.
+    and scores and outputs as in `LatentAttention`. Positions are indices in the cache: RoPE depends on distances alone.
+    With multi-axis RoPE, `axis_positions` holds the positions of all tokens. Training reads quantized values too, with
+    straight-through gradients.
     """
 
     @classmethod
     def cache_layer_of(cls, entry: QuantizedLatentEntry, whole: Any, codes: Any) -> TokenCacheLayer:
-        """Make an empty layer of packed rows."""
+        """Make an empty cache layer of packed rows."""
         return TokenCacheLayer(entry.format.row_bytes, entry.format.channels, entry.first_tokens)
 
     def __init__(self, stock: nn.Module, entry: QuantizedLatentEntry):
         super().__init__(stock, entry)
         self.entry = entry
         self.quantizer = TokenQuantizer(entry.format)
-        self.blocks: BlockwiseRows | None = None  # made by the first step that reads so
-        self.expansion: tuple[tuple, HeadPairs | None] | None = None  # made by the first prompt, of these weights
+        self.blocks: BlockwiseRows | None = None  # created by the first blockwise step
+        self.expansion: tuple[tuple, HeadPairs | None] | None = None  # version of the weights, and their pairs
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
+        """Initialize tensors that the base model does not have; loaded tensors stay unchanged."""
         super().initialize_weights()
         self.quantizer.initialize_weights()
 
@@ -70,9 +70,9 @@ class QuantizedLatentAttention(LatentAttention):
         axis_positions: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [B, T, D] → output [B, T, D] and, if eager, weights [B, H, T, S].
+        """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, S].
 
-        Arguments as in `LatentAttention`; `position_ids` are read by families alone that scale queries by them.
+        Arguments as in `LatentAttention`; `position_ids` are used only by families that scale queries by position.
         """
         self.quantizer.check()
         batch, num_tokens, _ = hidden_states.shape
@@ -111,14 +111,14 @@ class QuantizedLatentAttention(LatentAttention):
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
     def _rotated(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Queries [B, H, T, r + ρ], their last ρ rotated to positions [1, T]."""
+        """Rotate the last ρ elements of queries [B, H, T, r + ρ] to positions [1, T], or [A, B, T] with A axes."""
         content, turned = query.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return torch.cat((content, rotate_pairs(turned, *self.rotary(positions))), dim=-1)
 
     def _cached(
         self, values: torch.Tensor, hidden_states: torch.Tensor, layer: TokenCacheLayer
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Cache new tokens [B, 1, T, r + ρ]; rows of all [B, 1, S, ·], and new inverse rms of a key norm."""
+        """Cache new tokens [B, 1, T, r + ρ]; return all rows [B, 1, S, ·], and the new tokens' inverse rms or None."""
         rows, irms = self.quantizer.encode(values.detach()), None
         if self.key_norm_eps is not None:
             irms = self._key_irms(hidden_states)
@@ -128,17 +128,17 @@ class QuantizedLatentAttention(LatentAttention):
     def _read(
         self, rows: torch.Tensor, irms: torch.Tensor | None, values: torch.Tensor, layer: TokenCacheLayer
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Decode rows [B, 1, S, ·]: values [B, 1, S, r + ρ], and gains of a key norm."""
+        """Decode rows [B, 1, S, ·] into values [B, 1, S, r + ρ] and a list of the gains [B, 1, S, G], or none."""
         packed, gains = self.quantizer.format.row_bytes, []
         if irms is not None:
             gains.append(with_gradient(gains_in(rows, packed).to(values.dtype), irms))
         return layer.with_first(self.quantizer.decode_cached(rows[..., :packed], values)), gains
 
     def _expanded_heads(self, num_tokens: int) -> HeadPairs | None:
-        """Heads that the latents of a prompt are expanded to; None where latents are read as they are.
+        """Return the channel pairs for expanding a prompt's latents to heads; None to use the absorbed form.
 
-        Fewer operations from d new tokens on. Gradients reach every element of the up-projections in the absorbed form
-        alone.
+        Expanding saves operations from d new tokens on. Training the up-projections needs the absorbed form, in which
+        gradients reach all of their elements.
         """
         weight = self.query_up
         trains = weight.requires_grad or self.value_up.requires_grad
@@ -154,7 +154,7 @@ class QuantizedLatentAttention(LatentAttention):
         return self.expansion[1]
 
     def _reads_in_blocks(self, query: torch.Tensor, layer: TokenCacheLayer) -> bool:
-        """Return whether `BlockwiseRows` takes queries [B, H, T, ·]: few, on a CPU, in plain SDPA without gradients."""
+        """Return whether `BlockwiseRows` can run: few queries [B, H, T, ·] on a CPU, plain SDPA, no gradients."""
         length, reach = layer.get_seq_length(), layer.padding.most + layer.first
         fits = query.shape[2] <= MOST_QUERIES and reach <= min(length, BLOCK // 2)
         plain = query.device.type == "cpu" and query.dtype != torch.float64 and not self.training
@@ -164,7 +164,7 @@ class QuantizedLatentAttention(LatentAttention):
     def _attend_in_blocks(
         self, query: torch.Tensor, rows: torch.Tensor, layer: TokenCacheLayer, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Outputs [B, H, T, r] of queries that are not rotated [B, H, T, r + ρ]."""
+        """Compute outputs [B, H, T, r] of unrotated queries [B, H, T, r + ρ] with `BlockwiseRows`."""
         if self.blocks is None:
             self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, self.rotary.inv_freq)
         gains = None

@@ -1,4 +1,4 @@
-"""The entry of a layer of MLA whose cache is a packed row of quantized values a token, kind "quantized_latent".
+"""Entry of an MLA layer whose cache has a packed row of quantized values per token, kind "quantized_latent".
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -14,10 +14,10 @@ from .token_format import Runs, TokenFormat, runs_problem
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedLatentEntry(LatentEntry):
-    """MLA with quantized latents and shared keys, these as they are before their rotation.
+    """MLA with quantized latents and quantized, unrotated shared keys.
 
     Attributes:
-        latent_runs, rope_runs: bytes of the latent, and then of the shared key, in a token's row, see `TokenFormat`.
+        latent_runs, rope_runs: bytes of the latent and of the shared key after it in a token's row, see `TokenFormat`.
         first_tokens: tokens at the start of a text that stay in full precision.
     """
 
@@ -37,7 +37,7 @@ class QuantizedLatentEntry(LatentEntry):
         return TokenFormat((*self.latent_runs, *self.rope_runs))
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the rank, the runs or the first tokens."""
+        """Return the error of the rank, the runs or the first tokens."""
         if self.kv_lora_rank < 1:
             return "kv_lora_rank must be at least 1"
         if self.codes is not None:

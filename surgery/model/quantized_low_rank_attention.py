@@ -1,6 +1,6 @@
-"""Low-rank attention that reads a cache of packed rows: quantized latents, from which keys and values are rebuilt.
+"""Low-rank attention over a cache of packed rows: keys and values are rebuilt from quantized latents.
 
-Shapes: B batch, T new tokens, S tokens in the cache, r own latents, s latents of earlier layers.
+Shapes: B batch, T new tokens, S tokens in the cache, r latent elements of the layer, s of earlier layers.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -19,26 +19,26 @@ from .token_quantizer import TokenQuantizer
 
 
 class QuantizedLowRankAttention(LowRankAttention):
-    r"""Low-rank attention whose cache holds one row a token.
+    r"""Low-rank attention whose cache holds one packed row per token.
 
-    With Q the quantizer of a channel and shared_n what the earlier layers of a group read of token n:
+    With Q the quantizer of a channel and shared_n the latents of token n in the earlier layers of a group, as read:
 
         c_n = kv_down(x_n) - shared_down(shared_n)
         read: Q(c_n)                                    c_n itself for the first tokens of a text
 
-    A layer so quantizes only what the earlier ones do not tell of it. `key_bias` and `value_bias` hold the mean of what
-    no latent tells. Training reads quantized values too, with gradients straight through.
+    So a layer quantizes only the residual that earlier latents do not predict. `key_bias` and `value_bias` hold the
+    mean of what no latent explains. Training reads quantized values too, with straight-through gradients.
     """
 
-    latent_slices = ()  # every channel has a step and bits of its own, so training neither mixes nor drops any
+    latent_slices = ()  # each channel has its own step and bits, so training must not mix or drop channels
 
     def latent_readers(self) -> list[list[torch.Tensor]]:
-        """Return no views: no latents are cut or rescaled."""
+        """Return no views: latents must not be truncated or rescaled."""
         return []
 
     @classmethod
     def cache_layer_of(cls, entry: QuantizedLowRankEntry, whole: Any, codes: Any) -> TokenCacheLayer:
-        """Make an empty layer of packed rows."""
+        """Make an empty cache layer of packed rows."""
         return TokenCacheLayer(entry.format.row_bytes, entry.format.channels, entry.first_tokens)
 
     def __init__(self, stock: nn.Module, entry: QuantizedLowRankEntry):
@@ -49,7 +49,7 @@ class QuantizedLowRankAttention(LowRankAttention):
             self.shared_down = nn.Linear(entry.shared_rank, sum(self.ranks), bias=False)
 
     def initialize_weights(self) -> None:
-        """Fill what the base model's own initialization does not know; loaded tensors are left alone."""
+        """Initialize tensors that the base model does not have; loaded tensors stay unchanged."""
         super().initialize_weights()
         self.quantizer.initialize_weights()
 

@@ -1,4 +1,4 @@
-"""The entry of a low-rank layer whose cache is a packed row of quantized latents a token, kind "quantized_low_rank".
+"""Entry of a low-rank layer whose cache has a packed row of latents per token, kind "quantized_low_rank".
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -14,7 +14,7 @@ from .token_format import Runs, TokenFormat, runs_problem
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedLowRankEntry(LowRankEntry):
-    """Low-rank attention with quantized latents, those of one block after the other in a row.
+    """Low-rank attention with quantized latents; the blocks follow one another in a row.
 
     Attributes:
         latent_runs: bytes of the latents in a token's row, see `TokenFormat`.
@@ -34,7 +34,7 @@ class QuantizedLowRankEntry(LowRankEntry):
         return TokenFormat(self.latent_runs)
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the blocks, what is shared, the runs or the first tokens."""
+        """Return the error of the blocks, shared latents, the runs or the first tokens."""
         if self.codes or self.streaming or self.window:
             return "packed rows have no codes, streaming blocks or window"
         if self.first_tokens < 0:

@@ -1,4 +1,4 @@
-"""The rotation of a family's heads, and its decoder's rotary embedding for attention that rotates keys when it reads.
+"""RoPE of a family's heads, and access to the decoder's rotary embedding for attention that rotates keys on read.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -14,10 +14,10 @@ from .attention_functions import normalize_heads
 
 
 class NoRotation(nn.Module):
-    """Rotary embedding for models in which nothing rotates."""
+    """Rotary embedding for models without RoPE."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [B, T] → two times nothing, [B, T, 0]."""
+        """Return empty cos and sin [B, T, 0] of position_ids [B, T]."""
         nothing = x.new_empty(*position_ids.shape, 0)
         return nothing, nothing
 
@@ -28,17 +28,17 @@ def rotary_of(decoder: nn.Module) -> nn.Module:
 
 
 def connect_rotary(attention: nn.Module, decoder: nn.Module) -> None:
-    """Give an attention module its decoder's rotary embedding, in a tuple because it is no part of the module."""
-    # Some families have a RoPE for each type of layer, and say its type.
+    """Store a decoder's rotary embedding on an attention module, in a tuple so that it is not registered as a child."""
+    # Some families have separate frequencies for each layer type, and pass the type.
     of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
     rotary = rotary_of(decoder)
     attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
 
 
 def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the rotation of a family's attention: x [B, h, T, d], its cos and sin [B or 1, T, ρ] → [B, h, T, d].
+    """Return the family's RoPE function: x [B, h, T, d], cos and sin [B or 1, T, ρ] → [B, h, T, d].
 
-    Pairs are where the family has them; numbers behind the first ρ, and layers without rotation, stay.
+    The pairing of channels is the family's. Channels after the first ρ, and layers without RoPE, stay unchanged.
     """
     windows_rotate = stock.config.model_type == "cohere2"
     one_angle_a_pair = stock.config.model_type == "gpt_oss"
@@ -54,17 +54,17 @@ def unrotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 
 def _rotated(apply: Callable, numbers: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    width = numbers * cos.shape[-1]  # a cosine is of one number of a head, or of both of a pair
+    width = numbers * cos.shape[-1]  # one cosine per channel, or per pair of channels
     whole = width == x.shape[-1]
     turned = x if whole else x[..., :width]
-    turned, _ = apply(turned, turned[:, :0], cos, sin)  # takes queries and keys, and these may be of different tokens
+    turned, _ = apply(turned, turned[:, :0], cos, sin)  # takes queries and keys; ours may be of different tokens
     return turned if whole else torch.cat((turned, x[..., width:]), dim=-1)
 
 
 def project_heads(
     module: nn.Module, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [B, H, T, d] and keys and values [B, G, T, d] of [B, T, D] as the family has them, rotated."""
+    """Compute the family's rotated queries [B, H, T, d], rotated keys and values [B, G, T, d] of [B, T, D]."""
     cos, sin = position_embeddings or (None, None)
     query, key, value = (
         projection(hidden_states).unflatten(-1, (-1, module.head_dim))
@@ -77,7 +77,7 @@ def project_heads(
 
 
 def rotates_plainly(module: nn.Module) -> bool:
-    """Return whether all pairs (i, i + d/2) of a head turn, which is all that kernels know."""
+    """Return whether a head rotates all pairs (i, i + d/2), the only form that the kernels support."""
     rotation, rotary = module.rotate, module.rotary[0]
     if not isinstance(rotation, partial) or not hasattr(rotary, "inv_freq"):
         return False

@@ -1,4 +1,4 @@
-"""MLA whose heads all see the first tokens and a window only.
+"""MLA in which all heads see sinks and a window only.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -17,7 +17,7 @@ from .streaming_latent_entry import StreamingLatentEntry
 
 
 class StreamingLatentAttention(LatentAttention):
-    """`LatentAttention` whose latent, which all heads share, is kept for sinks and a window (see `hybrid_cache`)."""
+    """`LatentAttention` with latents for sinks and a window only (see `hybrid_cache`)."""
 
     def __init__(self, stock: torch.nn.Module, entry: StreamingLatentEntry):
         super().__init__(stock, entry)
@@ -25,7 +25,7 @@ class StreamingLatentAttention(LatentAttention):
 
     @classmethod
     def cache_layer_of(cls, entry: StreamingLatentEntry, whole: CompactLayer, codes: Any) -> StreamingLayer:
-        """Make an empty layer of sinks and a window."""
+        """Make an empty cache layer of sinks and a window."""
         return StreamingLayer(entry.streaming.sinks, entry.streaming.recent, codes=codes)
 
     def _attend(
@@ -38,7 +38,7 @@ class StreamingLatentAttention(LatentAttention):
         left_padding: LeftPadding | None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        """Outputs [B, T, H, r] of heads that see sinks and a window; there are no weights over all tokens."""
+        """Compute outputs [B, T, H, r] over sinks and a window; returns no weights."""
         new = StreamingLayer(self.streaming.sinks, self.streaming.recent)
         layer = layer_of(cache, self.layer_idx, new, len(query), left_padding)
         out = []

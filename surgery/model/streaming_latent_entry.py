@@ -1,4 +1,4 @@
-"""The entry of a layer of MLA that forgets, kind "latent" with `streaming`.
+"""Entry of an MLA layer that keeps sinks and a window only, kind "latent" with `streaming`.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -13,7 +13,7 @@ from .layer_entry import LayerEntry, Windows, window_problem
 
 @dataclass(frozen=True)
 class Streaming:
-    """First and last tokens, a query's own among them, for which alone latents are kept."""
+    """Numbers of first and last tokens with latents, the query's own included."""
 
     sinks: int
     recent: int
@@ -21,7 +21,7 @@ class Streaming:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLatentEntry(LatentEntry):
-    """MLA whose heads all see the first tokens and a window only."""
+    """MLA in which all heads see sinks and a window only."""
 
     attention = "streaming_latent_attention", "StreamingLatentAttention"
     nested = {"streaming": Streaming}  # noqa: RUF012
@@ -30,10 +30,10 @@ class StreamingLatentEntry(LatentEntry):
     streaming: Streaming
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return what is wrong with the window, the rank or the codes."""
+        """Return the error of the window, the rank or the codes."""
         window = window_problem(self.streaming.sinks, self.streaming.recent)
         return window or super().problem(config, index, entries)
 
     def windows(self, config: Any) -> Windows:
-        """All query heads see as much."""
+        """Return one window for all query heads."""
         return [(config.num_attention_heads, self.streaming.sinks + self.streaming.recent, False)]

@@ -1,9 +1,9 @@
-"""A cache of packed rows, one for every token, with the first tokens in full precision beside them.
+"""Cache of packed rows, one per token, with the first tokens in full precision as well.
 
-The first tokens are attention sinks: their keys are far from all others and nearly every query reads them. They are the
-first *real* tokens of each row of the batch, padding on the left left out, and lie in a buffer of their own; their rows
-are written too, so that every token has the same place. As rows stand alone the cache can be cropped, and a pass in
-pieces gives what one pass gives.
+The first tokens are attention sinks: their keys are far from all others, and nearly every query reads them. They are
+the first *real* tokens of each batch row, after left padding, in a separate buffer. Their packed rows are written too,
+so that row i is token i. Rows do not depend on each other, so the cache can be cropped, and a chunked prefill gives
+the same rows as a single pass.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -23,48 +23,48 @@ from .token_format import GAIN_BYTES
 
 
 class TokenCacheLayer(CompactLayer):
-    """The cache of one layer.
+    """Cache layer of packed rows.
 
     Attributes:
-        keys: rows of all tokens [B, 1, S, row_bytes] uint8.
-        values: the first tokens in full precision [B, 1, first, channels]; those that have not come are zero.
-        padding: tokens that each row of the batch starts with and that are padding.
+        keys: packed rows of all tokens [B, 1, S, row_bytes] uint8.
+        values: first tokens in full precision [B, 1, first, channels]; zero until a token arrives.
+        padding: left padding of each batch row.
     """
 
     form = "a cache of packed rows"
     is_croppable = True
 
     def __init__(self, packed_bytes: int, channels: int, first: int) -> None:
-        """`packed_bytes`: of the `channels` of a token; `first`: tokens that stay in full precision."""
+        """`packed_bytes`: bytes of a token's `channels`; `first`: tokens that stay in full precision."""
         super().__init__()
         self.packed_bytes, self.channels, self.first = packed_bytes, channels, first
         self.padding: LeftPadding | None = None
 
     def settings(self) -> tuple:
-        """Bytes and channels of a row, first tokens."""
+        """Return bytes and channels of a row, and the number of first tokens."""
         return self.packed_bytes, self.channels, self.first
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes after `tokens` tokens; values of a token beyond the channels are gains of a key norm."""
+        """Predict the bytes after `tokens` tokens; elements of a token beyond the channels are gains of a key norm."""
         if not tokens:
             return 0
         row_bytes = self.packed_bytes + GAIN_BYTES * (key_dim + value_dim - self.channels)
         return batch * heads * (tokens * row_bytes + self.first * self.channels * dtype.itemsize)
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Bytes after an update, which copies nothing."""
+        """Predict the bytes after an update, which returns no copies."""
         yield cached.held(past_length + new)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take batch, widths, dtype and device from the first tokens."""
+        """Take batch size, widths, dtype and device from the first tokens."""
         self.keys = key_states[..., :0, :]
         self.values = value_states.new_zeros((*value_states.shape[:-2], self.first, value_states.shape[-1]))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add rows [B, 1, n, row_bytes] of values [B, 1, n, channels]; return all rows, and the first tokens."""
+        """Append rows [B, 1, n, row_bytes] of values [B, 1, n, channels]; return all rows, and the first tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past_length = self.keys.shape[-2]
@@ -74,18 +74,18 @@ class TokenCacheLayer(CompactLayer):
         return self.keys, self.values
 
     def _keep_first(self, values: Tensor, past_length: int) -> None:
-        """Keep those of new tokens [B, 1, n, channels] that are among the first of their row."""
+        """Store new tokens [B, 1, n, channels] that are among the first of their batch row."""
         slots = self._first_slots(values.device) - past_length
         has_come = (slots >= 0) & (slots < values.shape[-2])
         index = slots.clamp(0, values.shape[-2] - 1)[:, None, :, None].expand(-1, 1, -1, values.shape[-1])
         self.values = torch.where(has_come[:, None, :, None], values.gather(-2, index), self.values)
 
     def _first_slots(self, device: torch.device) -> Tensor:
-        """Return where the first tokens of each row are among all, [B, first]."""
+        """Return the cache indices of the first tokens [B, first]."""
         return self.padding.on(device)[:, None] + torch.arange(self.first, device=device)
 
     def with_first(self, values: Tensor) -> Tensor:
-        """Put the first tokens in the place of their decoded values [B, 1, S, channels]."""
+        """Replace the first tokens in decoded values [B, 1, S, channels] by their full-precision values."""
         reach = min(values.shape[-2], self.padding.most + self.first)
         if not self.first or not reach:
             return values
@@ -96,19 +96,19 @@ class TokenCacheLayer(CompactLayer):
         return torch.cat([head, values[..., reach:, :]], dim=-2)
 
     def get_seq_length(self) -> int:
-        """Tokens that are kept, padding too."""
+        """Return the number of cached tokens, padding included."""
         return self.keys.shape[-2] if self.is_initialized else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens, or all but so many where it is positive, as transformers had it.
+        """Drop the last `-tokens_to_remove` tokens; a positive value is the length to keep, as in older transformers.
 
-        First tokens among them are written again when they come again.
+        Dropped first tokens are overwritten when new tokens take their positions.
         """
         if self.is_initialized and tokens_to_remove:
             self.keys = self.keys[..., :tokens_to_remove, :]
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self.keys = self.values = self.padding = None
         self.is_initialized = False
 

@@ -1,4 +1,4 @@
-"""Tokens quantized one at a time: for caches whose tokens leave one by one, where no two may share a byte.
+"""Quantization token by token, for caches that drop single tokens, so that no two tokens may share a byte.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -14,14 +14,14 @@ from .quantization import BITS, PACKED, dequantize, grouped_channels, pack, quan
 
 
 class TokenCodes:
-    """Tokens [B, H, n, d] ↔ bytes of codes [B, H, n, ·], and scales and zero points [B, H, n, ·] in the tokens' dtype.
+    """Codec of tokens [B, H, n, d] to packed codes [B, H, n, ·] uint8, and scales and zero points [B, H, n, ·].
 
-    Both are functions of their token alone, so what is read does not depend on the pieces that a text comes in. Codes
-    of neighboring channels share a byte.
+    Scales and zero points have the dtype of the tokens. All depend on their token alone, so results do not depend on
+    how a text is chunked. Codes of adjacent channels share a byte.
     """
 
     def __init__(self, format: str, group: int) -> None:
-        """`format` of a code: int8, int4, int3, int2 or fp8; `group`: channels that share a scale, at most.
+        """`format` of a code: int8, int4, int3, int2 or fp8; `group`: most channels that share a scale.
 
         Raises:
             ValueError: another format, or a group below 1.
@@ -38,23 +38,23 @@ class TokenCodes:
         return cls(kv_cache.get("streaming_format", kv_cache["format"]), kv_cache["group"])
 
     def settings(self) -> tuple:
-        """Format, group."""
+        """Return format and group."""
         return self.format, self.group
 
     def token_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one token of `width` channels whose numbers were of `dtype`."""
+        """Return the bytes of one quantized token of `width` channels of `dtype`."""
         codes, numbers = self.widths(width)
         return codes + numbers * dtype.itemsize
 
     def widths(self, width: int) -> tuple[int, int]:
-        """Bytes of codes, and scales and zero points, of a token of `width` channels."""
+        """Return the bytes of codes, and the number of scales and zero points, of a token of `width` channels."""
         packed, bits = PACKED[self.format], BITS[self.format]
         return -(-width // packed) * packed * bits // 8, token_groups(width, self.group) * (
             1 if self.format == "fp8" else 2
         )
 
     def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, H, n, d] as codes, uint8, and numbers; see `widths`."""
+        """Quantize tokens [B, H, n, d] to packed codes, uint8, and scales and zero points; see `widths`."""
         width = tokens.shape[-1]
         if not width:
             return tokens.to(torch.uint8), tokens
@@ -63,11 +63,11 @@ class TokenCodes:
         if spare := -width % PACKED[self.format]:
             codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], spare)], dim=-1)
         numbers = scale if zero is None else torch.cat([scale, zero], dim=-2)
-        # `pack` joins neighbors of the second last dimension.
+        # `pack` packs along the second last dimension.
         return pack(codes.mT, BITS[self.format]).mT, numbers.squeeze(-1)
 
     def decode(self, codes: Tensor, numbers: Tensor, width: int) -> Tensor:
-        """The tokens [B, H, n, width] that `encode` made these of, in the dtype of `numbers`."""
+        """Dequantize the result of `encode` to tokens [B, H, n, width], in the dtype of `numbers`."""
         if not width:
             return numbers
         codes = unpack(codes.mT, BITS[self.format]).mT[..., :width]
@@ -76,5 +76,5 @@ class TokenCodes:
         return tokens.flatten(-2)[..., :width]
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, H, n, d] as they are read once they were codes."""
+        """Quantize and dequantize tokens [B, H, n, d]."""
         return self.decode(*self.encode(tokens), tokens.shape[-1])

@@ -1,9 +1,9 @@
-"""The packed row of a token in a quantized cache: how many bits each channel has, and where they lie.
+"""Format of the packed row of a token in a quantized cache: the bits of each channel and their location.
 
-Every token has a row of its own, of the same bytes, so that a cache of rows can be cropped, reordered, shared by prefix
-and written in any chunks. A row is a sequence of runs. All bytes of a run hold the same fields, the first in the lowest
-bits; field f of byte b is channel `f * bytes + b` of the run. Neighboring channels so lie in neighboring bytes, and
-two of these, a lane of 16 bits, become two fp16 values by one mask. No torch here.
+Every token has one row of a fixed size, so that a cache of rows can be cropped, reordered, shared by prefix and written
+in any chunks. A row is a sequence of runs. All bytes of a run have the same bit fields, the first in the lowest bits;
+field f of byte b is channel `f * bytes + b` of the run. So adjacent channels lie in adjacent bytes, and one mask turns
+a 16-bit lane into two fp16 values. No torch here.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -18,33 +18,33 @@ PATTERNS: dict[str, tuple[int, ...]] = {
     "2+2+2+2": (2, 2, 2, 2),
     "8x1": (1,) * 8,
 }
-"""Bits of the fields of a byte. Fractional levels would save a percent of the loss for three times the instructions."""
+"""Bits of the fields of a byte. Fractional levels would save 1% of the loss at three times the instructions."""
 
 GAIN_BYTES = 2
-"""Bytes of the inverse rms of a KV head's key, fp16, which follows the packed values in a row."""
+"""Bytes of one gain, the fp16 inverse rms of a KV head's key; gains follow the packed values in a row."""
 
 Runs = tuple[tuple[str, int], ...]
-"""Patterns, and how many bytes have each."""
+"""Pairs of a pattern and its number of bytes."""
 
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """A row of packed values."""
+    """Layout of a packed row."""
 
     runs: Runs
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Number of bytes of a row."""
         return sum(count for _, count in self.runs)
 
     @property
     def channels(self) -> int:
-        """Values of a row."""
+        """Number of values of a row."""
         return sum(count * len(PATTERNS[pattern]) for pattern, count in self.runs)
 
     def fields(self) -> list[tuple[int, int, int, int]]:
-        """Return first byte, bytes, lowest bit and bits of every field, in the order of the channels."""
+        """Return first byte, number of bytes, lowest bit and bits of every field, in channel order."""
         fields, start = [], 0
         for pattern, count in self.runs:
             position = 0
@@ -55,9 +55,9 @@ class TokenFormat:
         return fields
 
     def layout(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the channel of every field of every byte [fields][bytes], and the factor of its code in the byte.
+        """Return the channel of every field of every byte [fields][bytes], and the factor that shifts its code.
 
-        A byte with fewer fields than another has factors of 0.
+        Missing fields of a byte have factor 0.
         """
         num_runs = max((len(PATTERNS[pattern]) for pattern, _ in self.runs), default=1)
         channels, factors = ([[0] * self.row_bytes for _ in range(num_runs)] for _ in range(2))
@@ -70,12 +70,12 @@ class TokenFormat:
         return channels, factors
 
     def bits(self) -> list[int]:
-        """Return the bits of every channel."""
+        """Return the number of bits of every channel."""
         return [bits for _, count, _, bits in self.fields() for _ in range(count)]
 
 
 def runs_problem(runs: Runs, channels: int) -> str | None:
-    """Return why runs are not those of so many channels; None if they are."""
+    """Return why runs do not describe `channels` channels; None if they do."""
     for pattern, count in runs:
         if pattern not in PATTERNS:
             return f"pattern {pattern!r} is none of {', '.join(PATTERNS)}"

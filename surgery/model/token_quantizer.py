@@ -1,8 +1,8 @@
-"""Token-independent quantization: calibrated steps and means of every channel, packed into one row a token.
+"""Quantization with calibrated steps and means per channel, packed into one row per token.
 
-A channel of b bits holds `mean + step * (code - (2^b - 1) / 2)` with codes 0 … 2^b - 1: a uniform mid-rise quantizer,
-whose range calibration has settled. A row depends on its token alone, so that the same values give the same bytes in
-any batch, chunk or order. The arithmetic is in fp32 whatever the model's dtype is.
+A channel of b bits holds `mean + step * (code - (2^b - 1) / 2)` with codes 0 … 2^b - 1: a uniform mid-rise quantizer
+with a calibrated range. A row depends on its token alone, so the same values give the same bytes in any batch, chunk or
+order. The arithmetic is in fp32, whatever the model's dtype.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -16,18 +16,18 @@ from transformers import initialization as init
 from .token_format import TokenFormat
 
 SHORT_FIELD = 32
-"""Channels of a field, on average, below which one gather unpacks a row faster than a slice for every field.
+"""Mean channels per field below which one gather unpacks a row faster than one slice per field.
 
-On one core 64 rows of 66 fields of 6 channels take 0.08 ms by a gather and 1.5 by slices, 1,024 rows of 9 fields of 227
-channels 9.5 and 1.3.
+On one core, 64 rows of 66 fields of 6 channels take 0.08 ms by a gather and 1.5 ms by slices; 1,024 rows of 9 fields of
+227 channels take 9.5 ms and 1.3 ms.
 """
 
 
 class TokenQuantizer(nn.Module):
-    """Values of tokens [..., channels] ↔ packed rows [..., row_bytes] uint8.
+    """Quantizer of tokens [..., channels] to packed rows [..., row_bytes] uint8.
 
     Attributes:
-        step, mean: [channels] fp32, of the checkpoint; they stay fp32 when the model is cast.
+        step, mean: [channels] fp32, from the checkpoint; they stay fp32 when the model is cast.
     """
 
     def __init__(self, token_format: TokenFormat) -> None:
@@ -41,7 +41,7 @@ class TokenQuantizer(nn.Module):
         self._is_checked = False
 
     def _tables(self, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Return what follows from the format: every channel's highest code, byte and lowest bit, and its layout."""
+        """Return the lookup tables of the format: each channel's highest code, byte and lowest bit, and the layout."""
         channels, factors = self.format.layout()
         fields = self.format.fields()
         channel_bytes = [byte for start, count, *_ in fields for byte in range(start, start + count)]
@@ -56,7 +56,7 @@ class TokenQuantizer(nn.Module):
         }
 
     def _apply(self, fn, recurse=True):
-        # `model.to(bfloat16)` would round steps and means: follow only the device.
+        # `model.to(bfloat16)` would round steps and means, so only the device changes.
         values = {name: getattr(self, name) for name in ("step", "mean")}
         super()._apply(fn, recurse)
         for name, value in values.items():
@@ -68,14 +68,14 @@ class TokenQuantizer(nn.Module):
         return self
 
     def initialize_weights(self) -> None:
-        """Fill what no checkpoint has loaded."""
+        """Initialize buffers that no checkpoint has loaded."""
         init.ones_(self.step)
         init.zeros_(self.mean)
         for name, table in self._tables(self.highest.device).items():
             init.copy_(getattr(self, name), table)
 
     def check(self) -> None:
-        """Check steps and means once, before anything is read through them.
+        """Check steps and means, once, before their first use.
 
         Raises:
             ValueError: a step that is not positive and finite, or a mean that is not finite.
@@ -100,26 +100,26 @@ class TokenQuantizer(nn.Module):
         return self._dequantize(self.unpack(rows)).to(dtype)
 
     def decode_cached(self, rows: Tensor, new: Tensor) -> Tensor:
-        """Decode rows [B, 1, S, row_bytes], of which the last are of the values `new` [B, 1, T, channels].
+        """Decode rows [B, 1, S, row_bytes], whose last T are the rows of `new` [B, 1, T, channels].
 
-        Those have the gradient of `new`, straight through where it is not clipped.
+        These get the gradient of `new`, straight-through where it is not clipped.
         """
         read = self.decode(rows, new.dtype)
         return with_gradient(read, self.unclipped(new)) if new.requires_grad else read
 
     def read(self, values: Tensor) -> Tensor:
-        """Return values [..., channels] as they are read from their rows."""
+        """Quantize and dequantize values [..., channels]."""
         return self._dequantize(self._levels(values)).to(values.dtype)
 
     def clipped(self, values: Tensor) -> Tensor:
-        """Return which of the values [..., channels] lie outside the range of their channel, bool."""
+        """Return the bool mask of values [..., channels] outside the range of their channel."""
         return (values.float() - self.mean).abs() > 0.5 * (self.highest + 1) * self.step
 
     def unclipped(self, values: Tensor) -> Tensor:
-        """Return values [..., channels] whose gradient is zero where they are clipped.
+        """Return values [..., channels] with zero gradient where they are clipped.
 
-        A small change of such a value changes nothing that is read (straight through inside the range: Bengio et al.,
-        arXiv:1308.3432).
+        A small change of a clipped value does not change its code. Inside the range the gradient is straight-through
+        (Bengio et al., arXiv:1308.3432).
         """
         return torch.where(self.clipped(values), values.detach(), values)
 
@@ -148,7 +148,7 @@ class TokenQuantizer(nn.Module):
 
 
 def with_gradient(read: Tensor, new: Tensor) -> Tensor:
-    """Give the last tokens of `read` [B, 1, S, ·] the gradient of `new` [B, 1, T, ·], straight through."""
+    """Give the last tokens of `read` [B, 1, S, ·] the straight-through gradient of `new` [B, 1, T, ·]."""
     if not new.requires_grad:
         return read
     old = read.shape[2] - new.shape[2]

@@ -1,4 +1,4 @@
-"""Matrices that rebuild the keys, or the values, of a layer from its latents.
+"""Up-projections that rebuild the keys, or the values, of a layer from its latents.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
@@ -10,16 +10,16 @@ from torch import nn
 
 
 class UpProjections(nn.Module):
-    """One matrix for each block of latents, a parameter that is named by the block's number.
+    """One matrix per block of latents, a parameter named by the index of the block.
 
-    The matrices are read where this module is called, and nowhere else in a forward pass. So whatever hooks into the
-    call (offloading, sharding, adapters of parameters) sees them.
+    In a forward pass the matrices are read only by a call of this module, so that hooks (offloading, sharding, adapters
+    of parameters) work.
     """
 
     def __init__(self, shapes: Mapping[int, tuple[int, int]]):
         """
         Args:
-            shapes: rows and latents of each block's matrix; blocks without rows have none.
+            shapes: output rows and latent elements of each block's matrix, by block index; blocks may be missing.
         """
         super().__init__()
         for number, shape in shapes.items():
@@ -27,15 +27,15 @@ class UpProjections(nn.Module):
         self.numbers = tuple(shapes)
 
     def matrix(self, number: int) -> torch.Tensor:
-        """A block's matrix [rows, latents]."""
-        return getattr(self, str(number))  # adapters exchange the parameter for a property
+        """Return a block's matrix [rows, latent elements]."""
+        return getattr(self, str(number))  # not `_parameters`: adapters replace the parameter by a property
 
     def matrices(self) -> dict[int, torch.Tensor]:
-        """All matrices by the number of their block."""
+        """Return all matrices by block index."""
         return {number: self.matrix(number) for number in self.numbers}
 
     def forward(self, latents: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Latents [B, S, ·] of some blocks, each through its matrix → rows of all these blocks [B, S, rows]."""
+        """Multiply the latents [B, S, ·] of each block by its matrix; return the concatenated rows [B, S, rows]."""
         blocks = [number for number in latents if number in self.numbers]
         rows = [nn.functional.linear(latents[number], self.matrix(number)) for number in blocks]
         return torch.cat(rows, dim=-1) if len(rows) > 1 else rows[0]
