@@ -1,16 +1,16 @@
-"""vLLM serves checkpoints of the project's own class: a plugin that it finds by itself once this is installed.
+"""vLLM plugin that serves checkpoints of the custom model class; vLLM discovers it once this package is installed.
 
-A package of its own beside :mod:`surgery`, of which it imports the entries of layers and their quantizer, no model:
-vLLM loads it in each of its processes, most of which run none. vLLM's entry point group ``vllm.general_plugins`` calls
-:func:`register`.
+A separate package, which imports the layer entries and the quantizer of :mod:`surgery` but no models: vLLM loads
+plugins in every process, and most run no model. vLLM calls :func:`register` by its entry point group
+``vllm.general_plugins``.
 """
 
-# vLLM promises plugins no stable interface: these are the minor versions that tests ran.
+# Tested minor versions; vLLM has no stable plugin interface.
 TESTED = ("0.32",)
 
 
 def register() -> None:
-    """Makes vLLM know the config and the model class; safe to call more than once."""
+    """Register the config with AutoConfig and the model class with vLLM; safe to call more than once."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 

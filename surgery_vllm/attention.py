@@ -1,7 +1,7 @@
-"""Multi-head latent attention of the project's own class, of vLLM's layers.
+"""Multi-head latent attention of the custom model class, built from vLLM's layers.
 
-Formulas, shapes and names of weights: ``surgery/model/latent_attention.py``. Shapes here: T tokens of a batch, H query
-heads of this process, d head_dim, r rank of the latent, ρ width of the rotated key, G gains of a token (with q/k-norm).
+Formulas and weight names: ``surgery/model/latent_attention.py``. Shapes: T tokens of a batch, H query heads of this
+process, d head_dim, r rank of the latent, ρ width of the rotated key, G gains of a token (with q/k-norm).
 """
 
 from collections.abc import Callable, Iterable
@@ -28,14 +28,14 @@ from surgery_vllm.vector_cache import Attend, VectorCache
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns neighboring numbers x_{2i}, x_{2i+1} by an angle: x [..., ρ], cos and sin [..., ρ/2] in fp32."""
+    """Rotate adjacent elements x_{2i}, x_{2i+1} as pairs: x [..., ρ], cos and sin [..., ρ/2] in fp32."""
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)
 
 
 class LatentAttention(nn.Module):
-    """One layer. Its cache holds r + ρ elements a token, and with q/k-norm G more."""
+    """MLA of one layer, which caches r + ρ elements per token, and G more with q/k-norm."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class LatentAttention(nn.Module):
         return LatentCache(width, rank=self.latent.kv_lora_rank, gains=self.gains, **settings)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """positions [T], hidden_states [T, D] → [T, D]."""
+        """Compute the output [T, D] of hidden_states [T, D] at positions [T]."""
         angles = positions[:, None].float() * self.inv_freq
         cos, sin = angles.cos(), angles.sin()  # [T, ρ/2]
         query = torch.einsum("thd,hdk->thk", self._queries(hidden_states), self.query_up)
@@ -95,26 +95,26 @@ class LatentAttention(nn.Module):
         return self.o_proj(torch.einsum("thr,hvr->thv", out, self.value_up).flatten(1))[0]
 
     def _queries(self, hidden_states: Tensor) -> Tensor:
-        """Queries [T, H, d], not rotated."""
+        """Compute unrotated queries [T, H, d]."""
         query = self.q_proj(hidden_states)[0].unflatten(-1, (self.heads, self.head_dim))
         return query if self.gains is None else self.q_norm(query)
 
     def _with_gains(self, vectors: Tensor, hidden_states: Tensor) -> Tensor:
-        """Vectors as they are cached, [T, r + ρ + G]."""
+        """Append the gains, if any, to vectors [T, r + ρ]."""
         return vectors if self.gains is None else torch.cat((vectors, self._key_irms(hidden_states)), dim=-1)
 
     def _key(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Latents and shared keys [T, r + ρ] as they are cached, given [T, ρ/2]."""
+        """Rotate the shared keys in vectors [T, r + ρ] by cos and sin [T, ρ/2]."""
         latent, key = vectors.split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
         return torch.cat((latent, rotate_pairs(key, cos, sin)), dim=-1)
 
     def _key_irms(self, hidden_states: Tensor) -> Tensor:
-        """Inverse root mean square of the source's keys before their norm: [T, D] → [T, G]."""
+        """Compute the inverse rms of the source's keys before their norm: [T, D] → [T, G]."""
         key = self.k_proj(hidden_states)[0].unflatten(-1, (self.key_gains, self.head_dim)).float()
         return torch.rsqrt(key.square().mean(dim=-1) + self.latent.key_norm_eps).to(hidden_states.dtype)
 
     def _own_gains(self, heads_of_gain: int) -> slice:
-        """Return the gains by which the heads of this process are scaled."""
+        """Return the slice of the gains for the heads of this process."""
         if self.heads % heads_of_gain:
             raise ValueError(f"{self.heads} query heads of a process are no whole groups of {heads_of_gain}")
         count = self.heads // heads_of_gain
@@ -122,11 +122,11 @@ class LatentAttention(nn.Module):
         return slice(first, first + count)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the checkpoint's tensors of this layer; of up-projections those of this process's heads."""
+        """Load the layer's tensors; of up-projections only the heads of this process."""
         first = self.heads * get_tensor_model_parallel_rank()
         mine = slice(first, first + self.heads)
         weights = [(name, tensor[mine] if name in ("query_up", "value_up") else tensor) for name, tensor in weights]
-        # The loader would drop a bias that no layer has without a word.
+        # The loader would silently drop a bias that the layer does not have.
         unknown = {name for name, _ in weights} - self.state_dict().keys()
         if unknown:
             raise ValueError(f"the checkpoint has {', '.join(sorted(unknown))} in an attention layer that has none")
@@ -134,23 +134,23 @@ class LatentAttention(nn.Module):
 
 
 class QuantizedLatentAttention(LatentAttention):
-    """One layer whose cache holds a packed row of bytes a token, and first tokens in full precision.
+    """MLA of one layer whose cache has a packed row per token, and first tokens in full precision.
 
-    Keys are cached as they are before their rotation. Prompts read keys and values of heads, expanded from latents,
-    where the weights allow it (`HeadPairs`); other steps read latents. Queries are then rotated as heads.
+    Shared keys are cached before their rotation. If the weights have `HeadPairs`, queries are rotated per head, and
+    long prompts read keys and values expanded to heads. All other attention reads latents.
     """
 
     latent: QuantizedLatentEntry
     order: HeadPairs | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the tensors of this layer, and see whether its keys can be rotated as heads."""
+        """Load the layer's tensors, and detect whether its keys can be rotated per head."""
         names = super().load_weights(weights)
         self.order = HeadPairs.of(self.query_up, self.value_up, self.kv_heads, list(self.latent.rope_inv_freq))
         return names
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """positions [T], hidden_states [T, D] → [T, D]."""
+        """Compute the output [T, D] of hidden_states [T, D] at positions [T]."""
         if self.order is None:
             return super().forward(positions, hidden_states)
         query = self._queries(hidden_states)
@@ -161,9 +161,9 @@ class QuantizedLatentAttention(LatentAttention):
         return self.o_proj(self.attn(query, vectors, self.head_dim).flatten(1))[0]
 
     def _attend(self, query: Tensor, vectors: Tensor, span: Span, attend_latents: Attend) -> Tensor:
-        """Outputs [B·T, H, d] of rotated queries [B·T, H, d] over vectors [B, S, r + ρ (+ G)], shared keys rotated.
+        """Compute outputs [B·T, H, d] of rotated queries [B·T, H, d] over vectors [B, S, r + ρ (+ G)], keys rotated.
 
-        Without an order of the heads queries are in the space of the latents, and so are outputs.
+        Without `order`, queries and outputs are in latent space.
         """
         if self.order is None or span.new < self.head_dim:
             return self._in_latents(
@@ -179,7 +179,7 @@ class QuantizedLatentAttention(LatentAttention):
         return causal(query, key, value, span, self.head_dim**-0.5)
 
     def _in_latents(self, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Outputs of rotated queries [T, H, d] by attention in the space of the latents, [T, H, r + ρ] → [T, H, r]."""
+        """Run `attend`, which maps [T, H, r + ρ] to [T, H, r] in latent space, for rotated queries [T, H, d]."""
         if self.order is None:
             return attend(query)
         up = self.query_up

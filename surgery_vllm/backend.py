@@ -1,4 +1,4 @@
-"""Metadata that vLLM builds of every batch for the plugin's attention, prompts and steps alike."""
+"""Attention metadata of a batch, and its builder, for the plugin's backends."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from surgery_vllm.spans import Span, spans_of, steps_in_front
 
 @dataclass
 class Steps:
-    """Requests with one new token each, at the front of a batch, for kernels.
+    """Decode requests, with one new token each, at the front of a batch; read by kernels.
 
-    Both tensors are vLLM's own memory on the device, which a CUDA graph finds again at every replay.
+    Both tensors are vLLM's persistent buffers on the device, so that CUDA graphs can be replayed.
 
     Attributes:
-        pages: [B, n] int32, for as many tokens as any request may have.
-        lengths: [B] int32, tokens of each request, the new one included; 0 of padding.
+        pages: block table [B, n] int32, n blocks for the longest possible request.
+        lengths: sequence lengths [B] int32, the new token included; 0 for padding.
     """
 
     pages: Tensor
@@ -28,7 +28,7 @@ class Steps:
 
 @dataclass
 class PagedMetadata(AttentionMetadata):
-    """One batch. Its requests are in spans, but for those that kernels take: these are `steps`."""
+    """Metadata of one batch: `steps` are the requests that kernels read, `spans` all others."""
 
     spans: list[Span]
     slot_mapping: Tensor
@@ -36,10 +36,10 @@ class PagedMetadata(AttentionMetadata):
 
 
 class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Requests that decode come first in a batch, so that they make one span, or the steps of kernels.
+    """Builder that has decode requests sorted to the front of a batch, where they form spans or `Steps`.
 
     Attributes:
-        has_kernels: whether these read the steps.
+        has_kernels: whether kernels read the decode requests.
     """
 
     reorder_batch_threshold = 1
@@ -67,9 +67,9 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
 
 def host_lengths(common: CommonAttentionMetadata, speculative: bool) -> tuple[list[int], bool]:
-    """Tokens of every request as far as the host knows them without a wait, and whether those are exact.
+    """Return upper bounds of the sequence lengths without a wait for the device, and whether they are exact.
 
-    With speculative decoding vLLM counts every draft as accepted; otherwise its upper bounds are the lengths.
+    With speculative decoding vLLM counts every draft token as accepted; otherwise its upper bounds are exact.
     """
     if common.seq_lens_cpu_upper_bound is None:
         return [common.max_seq_len] * common.num_reqs, False

@@ -1,21 +1,21 @@
-"""Tokens of a block, where some heads keep all tokens and the others stream.
+"""Block sizes of full and streaming heads.
 
-Those are two groups of vLLM's cache, and it hands both blocks of one size in bytes. A group of fewer heads therefore
-has blocks of more tokens.
+They form two KV cache groups of vLLM, whose blocks have one size in bytes. So the group with fewer heads has blocks of
+more tokens.
 """
 
 from fractions import Fraction
 from itertools import count
 
-# Share of a block that may stay empty.
+# Largest unused share of a block.
 WASTED = 0.01
 
 
 def block_sizes(full_heads: int, streaming_heads: int, tokens: int) -> tuple[int, int]:
-    """Tokens of a block of full heads and of one of streaming heads, at most `tokens` where the ratio allows.
+    """Return the tokens of a block of full heads and of streaming heads, at most `tokens` if the ratio allows.
 
-    The blocks weigh the same but for ``WASTED``, at the smallest numbers that do: prefixes are found again in steps
-    of their least common multiple.
+    Both blocks have the same bytes up to ``WASTED``. The ratio has the smallest terms possible, since prefix hits have
+    the granularity of the least common multiple.
     """
     if not full_heads or not streaming_heads:
         return tokens, tokens

@@ -1,10 +1,10 @@
-"""Caches of low-rank layers, which may read the latents of earlier layers too: a cascade.
+"""Caches of low-rank layers that may also read the latents of earlier layers, called a cascade.
 
-Earlier layers have written the new tokens when a later one runs. It reads their caches again instead of what they have
-read: latents of all tokens that a step sees would take memory that vLLM does not know of, and every layer multiplies
-all of them by its up-projections anyway, which takes far longer.
+Earlier layers have written the new tokens when a later layer runs. It reads their caches again: keeping the latents
+that they have read would take memory that vLLM does not account for, and rereading is cheap next to the up-projections
+of every layer.
 
-Shapes here: T tokens of a batch, B requests of a span, S tokens of the longest, r own latents, s latents of earlier
+Shapes: T tokens of a batch, B requests of a span, S tokens of the longest, r latent elements of the layer, s of earlier
 layers.
 """
 
@@ -24,10 +24,10 @@ from surgery_vllm.vector_cache import VectorCache
 
 
 class CascadeCache(VectorCache):
-    """Latents of one layer in the model's dtype, read with those of the layers before it.
+    """Cache of one layer's latents in the model's dtype, read together with those of earlier layers.
 
     Args:
-        shared_layers: how many.
+        shared_layers: number of preceding layers whose latents are read too.
     """
 
     def __init__(self, *arguments: Any, shared_layers: int, **settings: Any):
@@ -36,7 +36,7 @@ class CascadeCache(VectorCache):
 
     def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
         """Yield the spans of a batch and their latents [B, S, s + r], the layer's own last, in the model's dtype."""
-        # Layers may be in several groups of vLLM's cache; all cut a batch into the same spans.
+        # Layers may be in different KV cache groups; all divide a batch into the same spans.
         for reads in zip(*(each.read_own() for each in (*self.earlier, self)), strict=True):
             yield reads[-1][0], torch.cat([latents.to(self.kv_cache_torch_dtype) for _, latents in reads], dim=-1)
 
@@ -47,10 +47,10 @@ class CascadeCache(VectorCache):
 
 
 class CascadeRows(CascadeCache, RowCache):
-    """Rows of one layer: what the latents of the layers before it, as they are read, do not tell of its own.
+    """Packed rows of one layer's residual, after its latents are predicted from those of earlier layers.
 
     Args:
-        shared_down: predicts the own latents [T, r] from those of earlier layers [T, s].
+        shared_down: predicts the layer's latents [T, r] from the dequantized ones of earlier layers [T, s].
     """
 
     def __init__(self, *arguments: Any, shared_down: Callable[[Tensor], Tensor] | None, **settings: Any):
@@ -58,7 +58,7 @@ class CascadeRows(CascadeCache, RowCache):
         self.shared_down = shared_down
 
     def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
-        """Write the rows of new tokens, of their latents [T, r], and those that are first tokens."""
+        """Write the residuals of latents [T, r] of new tokens as rows, and first tokens in full precision as well."""
         if self.earlier:
             shared = torch.cat([each.values_at(kv_cache, metadata.slot_mapping) for each in self.earlier], dim=-1)
             vectors = vectors[: len(shared)] - self.shared_down(shared.to(vectors.dtype))
@@ -66,10 +66,10 @@ class CascadeRows(CascadeCache, RowCache):
 
 
 def earlier_caches(name: str, count: int) -> tuple[VectorCache, ...]:
-    """Return the caches of so many layers before the one whose cache has a name.
+    """Return the caches of the `count` layers before the layer whose cache is `name`.
 
     Raises:
-        ValueError: they are in another process.
+        ValueError: a cache is in another process.
     """
     layers, number = get_current_vllm_config().compilation_config.static_forward_context, extract_layer_index(name)
     names = [name.replace(f".{number}.", f".{earlier}.", 1) for earlier in range(number - count, number)]

@@ -1,11 +1,11 @@
-"""Concurrency: the requests that a fixed KV budget serves, with models side by side in vLLM on the same load.
+"""Benchmark of concurrent requests in vLLM under a fixed KV cache budget, for several models on the same load.
 
     python -m surgery_vllm.concurrency SOURCE CONVERTED --kv-bytes 8388608
 
-Runs where vLLM is installed. The load is random tokens, the same for every model: prompts of many lengths that arrive
-at once, answers of one length. Prints for each model the tokens that its pages have room for, how often a request was
-preempted (its cache dropped and computed again later), the seconds until the last answer, and those that processors
-worked for it, which say more where other programs run beside.
+Requires vLLM. The load is random tokens, the same for every model: prompts of various lengths that arrive at once, and
+answers of one length. Prints for each model the tokens that its cache holds, the number of preemptions (the cache of a
+request is dropped and recomputed later), the seconds until the last answer, and the CPU seconds, which are more
+reliable if other programs run at the same time.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from multiprocessing import get_context
 
 @dataclass(frozen=True)
 class Load:
-    """Load of every model.
+    """Load that every model serves.
 
     Attributes:
-        kv_bytes: budget of the cache.
-        requests: how many arrive at once.
-        prompt: fewest and most tokens of a prompt.
-        new_tokens: of every answer.
-        batched_tokens: of all requests in one pass at most, vLLM's own choice if None; streaming heads hold them all.
+        kv_bytes: bytes of the KV cache.
+        requests: number of requests, which arrive at once.
+        prompt: least and most tokens of a prompt.
+        new_tokens: tokens of every answer.
+        batched_tokens: most tokens of all requests in one pass, vLLM's default if None; streaming heads hold them all.
     """
 
     kv_bytes: int = 8 << 20
@@ -38,7 +38,7 @@ class Load:
     seed: int = 0
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
-        """Token ids; the first of a vocabulary, which are often special, are left out."""
+        """Draw random prompts of token ids, without the first 16 of the vocabulary, which are often special tokens."""
         draw = random.Random(self.seed)
         lengths = [draw.randint(*self.prompt) for _ in range(self.requests)]
         return [[draw.randrange(16, vocabulary) for _ in range(length)] for length in lengths]
@@ -56,7 +56,7 @@ class Served:
 
 
 def serve(model: str, load: Load, dtype: str) -> Served:
-    """Runs a load on one model in this process, which must not have run one before."""
+    """Run a load on one model in this process, which must not have run a model before."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -74,14 +74,14 @@ def serve(model: str, load: Load, dtype: str) -> Served:
     config = llm.llm_engine.vllm_config
     sampling = SamplingParams(temperature=0.0, max_tokens=load.new_tokens, ignore_eos=True)
     prompts = [{"prompt_token_ids": ids} for ids in load.prompts(config.model_config.get_vocab_size())]
-    llm.generate(prompts[:1], sampling, use_tqdm=False)  # what is compiled at the first call
+    llm.generate(prompts[:1], sampling, use_tqdm=False)  # warm-up: compilation
     began, began_cpu = time.perf_counter(), time.process_time()
     llm.generate(prompts, sampling, use_tqdm=False)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
     cache = config.cache_config
     return Served(
         model,
-        tokens_held=cache.kv_cache_size_tokens,  # in requests of `max_model_len`, by all groups of the cache
+        tokens_held=cache.kv_cache_size_tokens,  # in requests of `max_model_len`, over all KV cache groups
         preemptions=sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"),
         seconds=round(seconds, 1),
         cpu_seconds=round(cpu_seconds, 1),
@@ -92,7 +92,7 @@ HEADER = "| model | tokens held | preemptions | seconds | CPU seconds |\n|---|--
 
 
 def line(row: Served) -> str:
-    """A row of a Markdown table."""
+    """Format a measurement as a row of a Markdown table."""
     name = os.path.basename(os.path.normpath(row.model))
     return f"| `{name}` | {row.tokens_held:,} | {row.preemptions} | {row.seconds:.1f} | {row.cpu_seconds:.1f} |"
 

@@ -1,4 +1,4 @@
-"""The own class's config.json as vLLM reads it."""
+"""Config of the custom model class for vLLM."""
 
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -9,20 +9,20 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from surgery_vllm import TESTED
 from surgery_vllm.structure import attention_of_layers
 
-# What a config says about itself rather than about the model.
+# Fields about the config itself rather than the model.
 _IDENTITY = ("model_type", "architectures", "auto_map", "transformers_version")
 
 ANY_VERSION = "SURGERY_VLLM_ANY_VERSION"
 
 
 class SurgeryConfig(PreTrainedConfig):
-    """Fields of the source's config.json with its family's defaults, and the attention of every layer.
+    """Config of the source with its family's defaults, plus the attention of every layer.
 
-    The field names are those of ``surgery.model.configuration_surgery``, which says what they hold.
+    Fields as in ``surgery.model.configuration_surgery``, which documents them.
 
     Raises:
-        ValueError: vLLM cannot serve such a model, or is of a version that no test ran; said before any process of
-            the engine starts.
+        ValueError: the plugin does not serve such a model, or vLLM has an untested version. Raised before any engine
+            process starts.
     """
 
     model_type = "surgery"
@@ -37,18 +37,18 @@ class SurgeryConfig(PreTrainedConfig):
         base = CONFIG_MAPPING[self.base_model_type](**source).to_dict()
         super().__post_init__(**{name: value for name, value in base.items() if name not in own})
         if self.base_model_type == "qwen2":
-            self.qkv_bias = True  # where its projections have them, its config has no field that says so
-        # transformers builds an empty config now and then, to compare others with it.
+            self.qkv_bias = True  # Qwen2 has QKV biases and no config field for them
+        # transformers sometimes builds an empty config to compare with.
         if self.attention_layers is not None:
             check_version()
             attention_of_layers(self)
 
 
 def check_version() -> None:
-    """Refuses a vLLM that no test ran.
+    """Refuse an untested version of vLLM.
 
     Raises:
-        ValueError: its minor version is none of ``TESTED``, and the environment does not ask for it all the same.
+        ValueError: the minor version is not in ``TESTED``, and the environment variable ``ANY_VERSION`` is not 1.
     """
     version = _vllm_version()
     if version is not None and ".".join(version.split(".")[:2]) not in TESTED and os.environ.get(ANY_VERSION) != "1":

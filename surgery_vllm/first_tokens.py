@@ -1,8 +1,8 @@
-"""The group of vLLM's cache that holds first tokens in full precision: one block a request, whatever its length.
+"""KV cache group of vLLM for first tokens in full precision: one block per request, whatever its length.
 
-Its blocks are vLLM's own: a request that is preempted gives them back, and a prefix is found in the cache where both
-the rows and the first block are there. After the first block a request has null blocks, which take no memory, so that
-slots of later tokens lie in vLLM's null block, which no request reads.
+The blocks come from vLLM's pool: a preempted request frees them, and a prefix hit needs both the rows and the first
+block. After the first block a request has null blocks, which take no memory. Slots of later tokens are in vLLM's null
+block, which no request reads.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokensSpec(AttentionSpec):
-    """The first block of every request."""
+    """Spec of a group with one block per request."""
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes of a request."""
+        """Return the bytes of a request: one block."""
         return self.page_size_bytes
 
 
 class FirstTokensManager(SingleTypeKVCacheManager):
-    """One block of every request, and null blocks after it."""
+    """Manager of one block per request, followed by null blocks."""
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *rest, **kwargs
     ) -> int:
-        """Count the blocks that a request takes out of the free ones."""
+        """Return the number of free blocks that a request needs."""
         if self.req_to_blocks.get(request_id):
             return 0
         return self._get_num_evictable_blocks(new_computed_blocks) if new_computed_blocks else 1
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        """Give a request as many entries as its tokens ask for, of which the first is a block."""
+        """Extend a request's block list to `num_tokens`: one block at first, then null blocks."""
         blocks = self.req_to_blocks[request_id]
         count = cdiv(num_tokens, self.block_size) - len(blocks)
         if count <= 0:
@@ -61,7 +61,7 @@ class FirstTokensManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """All of a prefix whose first block is in the cache."""
+        """Return a hit of the whole prefix if its first block is cached, else no hit."""
         assert not drop_eagle_block and dcp_world_size == pcp_world_size == 1
         size = kv_cache_spec.block_size
         hashes = resolve_block_hashes(
@@ -80,7 +80,7 @@ class FirstTokensManager(SingleTypeKVCacheManager):
 
 
 def register() -> None:
-    """Make this process's vLLM know the manager; safe to call more than once."""
-    # vLLM registers its own only as long as there are none.
+    """Register the manager with vLLM in this process; safe to call more than once."""
+    # vLLM registers its built-in managers only while the registry is empty.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(FirstTokensSpec, FirstTokensManager)

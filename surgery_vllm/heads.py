@@ -1,11 +1,11 @@
-"""Attention of which some KV heads see all tokens and the others the first ones and the last ones.
+"""Attention with full KV heads, which see all tokens, and streaming ones, which see sinks and a window.
 
-What streaming heads see: ``surgery/model/hybrid_attention.py``. Shapes here: T tokens of a batch, H query heads, G KV
+Definition of streaming heads: ``surgery/model/hybrid_attention.py``. Shapes: T tokens of a batch, H query heads, G KV
 heads, d head_dim, D hidden size.
 
-The full heads of all layers together are one group of vLLM's cache, their streaming heads another. In each a layer
-of the model owns the pages, of as many heads as all layers have, and the others share them: so a page of a group is
-one whatever the numbers of heads by layer.
+The full heads of all layers form one KV cache group of vLLM, the streaming heads another. In each group one layer owns
+the blocks, which have the heads of all layers, and the other layers share them. So blocks have one size, whatever the
+number of heads per layer.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from surgery_vllm.structure import attention_of_layers
 
 
 class HeadGroup(Attention):
-    """The full heads of one layer, or its streaming heads, in the pages that those of all layers share."""
+    """Full or streaming heads of one layer, in blocks shared with the same heads of all layers."""
 
     def __init__(
         self, config: Any, kind: str, head_dim: int, query_heads: int, cache_config: CacheConfig | None, prefix: str
@@ -54,7 +54,7 @@ class HeadGroup(Attention):
         self.heads_of_all = {each: sum(counts) for each, counts in heads.items()}
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """Return the cache spec of the heads of all layers."""
+        """Return the cache spec of this group's heads of all layers."""
         full, streaming = block_sizes(*self.heads_of_all.values(), vllm_config.cache_config.block_size)
         options = {"head_size": self.head_size, "dtype": self.kv_cache_torch_dtype}
         options["num_kv_heads"] = self.heads_of_all[self.kind]
@@ -66,7 +66,7 @@ class HeadGroup(Attention):
 
 
 class SplitAttention(nn.Module):
-    """One layer, with the family's tensors."""
+    """Attention of one layer with full and streaming heads; weights are the family's."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class SplitAttention(nn.Module):
                 self.groups[kind] = HeadGroup(config, kind, self.head_dim, query_heads, cache_config, prefix)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """positions [T], hidden_states [T, D] → [T, D]."""
+        """Compute the output [T, D] of hidden_states [T, D] at positions [T]."""
         query, key, value = self.qkv_proj(hidden_states)[0].split(self.widths, dim=-1)
         if self.q_norm is not None:
             query, key = self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
         query, key = self.rotary_emb(positions, query, key)
-        # Query heads follow their KV heads, of which those that see all tokens come first.
+        # Query heads are in the order of their KV heads: full heads first.
         groups = list(self.groups.values())
         queries = query.split([group.num_heads * self.head_dim for group in groups], dim=-1)
         keys, values = (x.split([group.num_kv_heads * self.head_dim for group in groups], dim=-1) for x in (key, value))
@@ -115,15 +115,15 @@ class SplitAttention(nn.Module):
         return self.o_proj(torch.cat(out, dim=-1))[0]
 
     def _normalized(self, norm: nn.Module, heads: Tensor) -> Tensor:
-        """Heads [T, ·d], each by itself."""
+        """Normalize each head of [T, ·d] separately."""
         return norm(heads.unflatten(-1, (-1, self.head_dim)).contiguous()).flatten(-2)
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Refuses settings of vLLM under which blocks between sinks and window would not be freed, or not known of.
+    """Refuse settings of vLLM under which blocks between sinks and window would not be freed or tracked.
 
     Raises:
-        ValueError: says which setting to change.
+        ValueError: a setting to change.
     """
     if vllm_config.parallel_config.world_size > 1:
         raise ValueError("model-surgery's plugin serves hybrid heads in one process: leave parallel sizes at 1")

@@ -1,4 +1,4 @@
-"""vLLM's interfaces around :func:`surgery_vllm.paged.paged_head_attention`."""
+"""Attention backend of vLLM for :func:`surgery_vllm.paged.paged_head_attention`."""
 
 from typing import Any, ClassVar
 
@@ -12,13 +12,13 @@ from surgery_vllm.paged import paged_head_attention, write_slots
 
 
 class PagedHeadsBackend(AttentionBackend):
-    """Backend for any device that PyTorch runs on, heads of any size and pages of any; no CUDA graphs."""
+    """Backend for any device of PyTorch, any head size and any page size; no CUDA graphs."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM takes names of its own list only
+        return "CUSTOM"  # vLLM accepts only names of its enum
 
     @staticmethod
     def get_impl_cls() -> type["PagedHeadsImpl"]:
@@ -30,10 +30,10 @@ class PagedHeadsBackend(AttentionBackend):
 
 
 class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
-    """The attention of some heads of one layer.
+    """Attention of a group of heads of one layer.
 
     Args:
-        place: of these KV heads among those of all layers, which share a page.
+        place: slice of these KV heads among those of all layers in a page.
         sinks, recent: see :func:`paged_head_attention`.
     """
 
@@ -73,8 +73,8 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
         output_scale: None = None,
         output_block_scale: None = None,
     ) -> Tensor:
-        """Writes key and value [T, G, d] to their slots of the cache, and to output [T, H, d] what queries see."""
-        if attn_metadata is None:  # vLLM measures the memory of a pass
+        """Write key and value [T, G, d] to the cache and the outputs of the queries to `output` [T, H, d]."""
+        if attn_metadata is None:  # profiling run
             return output.zero_()
         cache = kv_cache[:, self.place]
         write_slots(cache.transpose(1, 2), torch.cat((key, value), dim=-1), attn_metadata.slot_mapping)

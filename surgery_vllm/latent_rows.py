@@ -1,7 +1,7 @@
-"""MLA in bits whose decode steps kernels read: rows are unpacked to the ends of their own blocks, one layer at a time.
+"""Quantized MLA with decode kernels: rows are unpacked into the scratch end of their blocks, one layer at a time.
 
-`mla_decode_packed` would unpack to memory for requests as long as vLLM's longest, which a CUDA graph has to reserve.
-Blocks have memory for the tokens that there are.
+`mla_decode_packed` would unpack into scratch memory for the longest possible requests, reserved for CUDA graphs. The
+blocks have memory for exactly the cached tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from surgery_vllm.steps import logged, over_pages, refusal_of_kernels
 
 
 class LatentRows(RowCache):
-    """The rows of a layer of MLA.
+    """Packed rows of an MLA layer.
 
     Args:
-        in_latents: outputs [T, H, ·] of queries as the layer hands them over, by attention of queries [T, H, r + ρ] in
-            the space of the latents, which gives [T, H, r].
+        in_latents: computes outputs [T, H, ·] of the layer's queries by an attention function in latent space, which
+            maps [T, H, r + ρ] to [T, H, r].
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LatentRows(RowCache):
             self.rotation = rotation_tables(inv_freq, positions) if len(inv_freq) else None
 
     def refusal_of(self, layers: Sequence[LayerEntry], vllm_config: VllmConfig) -> str | None:
-        """Return why no kernel reads the steps of a model's layers; None if one does."""
+        """Return why no kernel runs the steps of a model's layers; None if one does."""
         if not all(isinstance(entry, QuantizedLatentEntry) for entry in layers):
             return "low rank in bits"
         reasons = [within_lanes(fields_of(entry)) for entry in layers]
@@ -56,12 +56,12 @@ class LatentRows(RowCache):
         return logged(next(filter(None, reasons), None))
 
     def refusal(self) -> str | None:
-        """Return why no kernel reads the steps of this loaded layer; None: one does."""
+        """Return why no kernel runs the steps of this loaded layer; None if one does."""
         pairs = self.quantizer.step[self.entry.kv_lora_rank :].view(-1, 2)
         return None if torch.equal(pairs[:, 0], pairs[:, 1]) else "rotated pairs with two steps"
 
     def pack(self, vectors: Tensor) -> Tensor:
-        """Pack values and gains [T, r + ρ + G] into rows [T, bytes], by a kernel where steps have one."""
+        """Pack values and gains [T, r + ρ + G] into rows [T, bytes], by a kernel if steps run in one."""
         if not self.layout.unpacked:
             return super().pack(vectors)
         values, gains = vectors.tensor_split([self.entry.format.channels], dim=-1)
@@ -69,7 +69,7 @@ class LatentRows(RowCache):
         return with_gains(rows, gains) if gains.shape[-1] else rows
 
     def step(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Tensor:
-        """Return the outputs [B, H, ·] of queries [B, H, ·], whose tokens are written."""
+        """Compute outputs [B, H, ·] of queries [B, H, ·], whose tokens are in the cache already."""
         steps, rank, channels = metadata.steps, self.entry.kv_lora_rank, self.entry.format.channels
         rows = self._rows(kv_cache).view(torch.int16)
         blocks = kv_cache.view(len(kv_cache), -1)[:, self.layout.unpacked_of()].view(self.first_dtype)
@@ -101,5 +101,5 @@ class LatentRows(RowCache):
 
 
 def fields_of(entry: QuantizedLatentEntry) -> tuple[int, ...]:
-    """The bit fields of a layer's rows, as kernels take them."""
+    """Return the bit fields of a layer's rows in the flat form that kernels take."""
     return tuple(chain.from_iterable(entry.format.fields()))

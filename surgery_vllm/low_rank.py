@@ -1,9 +1,8 @@
-"""Attention that caches latents and rebuilds keys, for prompts values too, of all tokens at every step: memory, not
-speed.
+"""Low-rank attention, which rebuilds keys of all tokens, and in prompts values, at every step: saves memory, not time.
 
-Formulas and names of weights: ``surgery/model/low_rank_attention.py`` and ``quantized_low_rank_attention.py``. Shapes
-here: T tokens of a batch, S tokens of a request, H query heads, G KV heads, d head_dim, D hidden size, r latents of a
-token, of all blocks, s those of earlier layers.
+Formulas and weight names: ``surgery/model/low_rank_attention.py`` and ``quantized_low_rank_attention.py``. Shapes: T
+tokens of a batch, S tokens of a request, H query heads, G KV heads, d head_dim, D hidden size, r latent elements of a
+token in all blocks, s of earlier layers.
 """
 
 from functools import partial
@@ -24,7 +23,7 @@ from surgery_vllm.rows import RowQuantizer
 
 
 class LowRankAttention(nn.Module):
-    """One layer."""
+    """Low-rank attention of one layer."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class LowRankAttention(nn.Module):
         self.kv_down = ReplicatedLinear(hidden, sum(entry.ranks), bias=False, prefix=f"{prefix}.kv_down")
         self.key_up = self._ups([len(block.keys) for block in blocks])
         self.value_up = self._ups([len(block.values) for block in blocks])
-        # Where each head's rows are among those of the blocks.
+        # Index of each head in the output of the up-projections.
         for name in ("keys", "values"):
             order = _order([head for block in blocks for head in getattr(block, name)])
             self.register_buffer(f"order_of_{name}", order, persistent=False)
@@ -87,7 +86,7 @@ class LowRankAttention(nn.Module):
         return CascadeCache(sum(entry.ranks), **settings)
 
     def _ups(self, counts: list[int]) -> nn.ParameterDict:
-        """Up-projections [heads·d, s + rank] of the blocks that have any heads."""
+        """Make the up-projections [heads·d, s + rank] of the blocks with heads."""
         return nn.ParameterDict(
             {
                 str(number): nn.Parameter(torch.empty(heads * self.head_dim, width), requires_grad=False)
@@ -97,7 +96,7 @@ class LowRankAttention(nn.Module):
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """positions [T], hidden_states [T, D] → [T, D]."""
+        """Compute the output [T, D] of hidden_states [T, D] at positions [T]."""
         query = self.q_proj(hidden_states)[0]
         if self.q_norm is not None:
             query = self.q_norm(query.unflatten(-1, (self.heads, self.head_dim))).flatten(-2)
@@ -105,7 +104,7 @@ class LowRankAttention(nn.Module):
         return self.o_proj(self.attn(query, self.kv_down(hidden_states)[0], self.head_dim).flatten(1))[0]
 
     def _keys(self, latents: Tensor, positions: Tensor) -> Tensor:
-        """Latents [B, S, s + r] of the first S tokens, at positions [B·S] → rotated keys [B, G, S, d]."""
+        """Rebuild rotated keys [B, G, S, d] from latents [B, S, s + r] at positions [B·S]."""
         key = self._heads(latents, self.key_up, self.order_of_keys, self.key_bias)
         if self.k_norm is not None:
             key = self.k_norm(key.contiguous())
@@ -113,11 +112,11 @@ class LowRankAttention(nn.Module):
         return turned.view_as(key).transpose(1, 2)
 
     def _values(self, latents: Tensor) -> Tensor:
-        """Latents [B, S, s + r] → values [B, G, S, d]."""
+        """Rebuild values [B, G, S, d] from latents [B, S, s + r]."""
         return self._heads(latents, self.value_up, self.order_of_values, self.value_bias).transpose(1, 2)
 
     def _values_of_means(self, means: Tensor) -> Tensor:
-        """Means of the latents of the one block [N, H, s + r], by query head → values [N, H, d]."""
+        """Map weighted latents of the only block [N, H, s + r], by query head, to outputs [N, H, d]."""
         up = self.value_up["0"].unflatten(0, (-1, self.head_dim)).index_select(0, self.order_of_values)
         values = torch.einsum("ngqr,gdr->ngqd", means.unflatten(1, (len(up), -1)), up)
         if self.value_bias is not None:
@@ -125,7 +124,7 @@ class LowRankAttention(nn.Module):
         return values.flatten(1, 2)
 
     def _heads(self, latents: Tensor, ups: nn.ParameterDict, order: Tensor, bias: Tensor | None) -> Tensor:
-        """Latents [B, S, s + r] of all blocks → heads in order [B, S, G, d]."""
+        """Up-project latents [B, S, s + r] of all blocks to heads in order [B, S, G, d]."""
         blocks = latents.split(self.widths, dim=-1)
         heads = torch.cat([nn.functional.linear(blocks[int(number)], up) for number, up in ups.items()], dim=-1)
         heads = heads.unflatten(-1, (-1, self.head_dim)).index_select(2, order)
@@ -133,7 +132,7 @@ class LowRankAttention(nn.Module):
 
 
 class QuantizedLowRankAttention(LowRankAttention):
-    """One layer whose cache holds a packed row of bytes a token, and first tokens in full precision."""
+    """Low-rank attention of one layer whose cache has a packed row per token, and first tokens in full precision."""
 
     def _cache(self, config: Any, entry: QuantizedLowRankEntry, prefix: str, **settings: Any) -> CascadeRows:
         self.quantizer = RowQuantizer(entry.format)
@@ -152,5 +151,5 @@ class QuantizedLowRankAttention(LowRankAttention):
 
 
 def _order(heads: list[int]) -> Tensor:
-    """Index of every head in a list of heads."""
+    """Return the index of every head, ascending, in a list of heads."""
     return torch.tensor(sorted(range(len(heads)), key=heads.__getitem__))

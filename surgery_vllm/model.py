@@ -1,4 +1,4 @@
-"""The model class: vLLM's Llama, whose arithmetic Mistral and Qwen2 share, with a converted attention in its layers."""
+"""vLLM model class: vLLM's Llama (also Mistral and Qwen2, which compute the same) with converted attention."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _FUSED_MLP = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 
 def _attention(
     *, config: Any, prefix: str, num_kv_heads: int, bias: bool, bias_o_proj: bool, cache_config: Any, **more: Any
 ) -> nn.Module:
-    """Build the attention of a :class:`LlamaDecoderLayer` in place of `LlamaAttention`."""
+    """Build the attention of a :class:`LlamaDecoderLayer` from its layer's entry, instead of `LlamaAttention`."""
     layer = attention_of_layers(config)[extract_layer_index(prefix)]
     options = {"cache_config": cache_config, "bias": bias, "bias_o_proj": bias_o_proj, "prefix": prefix}
     if isinstance(layer, LatentEntry):
@@ -37,7 +37,7 @@ def _attention(
 
 
 class SurgeryDecoderLayer(LlamaDecoderLayer):
-    """Decoder layer with the attention that the config has for it."""
+    """Decoder layer with the attention of its entry in `attention_layers`."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None):
         super().__init__(vllm_config, prefix, config, attn_layer_type=_attention)
@@ -45,7 +45,7 @@ class SurgeryDecoderLayer(LlamaDecoderLayer):
 
 @support_torch_compile
 class SurgeryModel(LlamaModel):
-    """Takes tensors by their names in the checkpoint; those of a latent layer stay apart."""
+    """Llama decoder that loads tensors by their checkpoint names; projections of latent layers are not fused."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = SurgeryDecoderLayer):
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
@@ -58,10 +58,10 @@ class SurgeryModel(LlamaModel):
 
 
 class SurgeryForCausalLM(LlamaForCausalLM):
-    """A checkpoint of ``surgery.model.SurgeryForCausalLM``."""
+    """vLLM's counterpart of ``surgery.model.SurgeryForCausalLM``."""
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=_FUSED_MLP)
-    supports_lora = False  # of adapters for weights that are split and joined here
+    supports_lora = False  # fused and sliced weights do not match adapters
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         if vllm_config.quant_config is not None:

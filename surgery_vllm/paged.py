@@ -1,12 +1,12 @@
-"""Attention over latents, or over keys and values, in pages, in plain PyTorch.
+"""Attention over paged latents, or paged keys and values, in plain PyTorch.
 
-Two products and a softmax for a tile of queries at a time, in which the query heads that share a key are rows of one
-matrix: on a CPU that is faster than PyTorch's fused attention, which reads keys once for every head, and needs no mask
-but behind the first new token. Scores have the dtype of the queries, as transformers' eager attention has them; in
-bfloat16 SmolLM2 was as near to float32 by that, in transformers, as by the fused one (KL 1.31e-3 each).
+Two matrix products and a softmax per tile of queries, with the query heads that share a key as rows of one matrix. On a
+CPU that is faster than PyTorch's fused attention, which reads keys once per head, and needs a mask only after the first
+new token. Scores have the dtype of the queries, as in transformers' eager attention. In bfloat16, SmolLM2 in
+transformers was as close to float32 with eager as with fused attention (KL 1.31e-3 each).
 
-Prompts too are scored against latents. Rebuilding keys and values of every head first saves products only where the
-latent is much wider than a head; at 68 + 28 numbers and nine heads of 64 it took 1.2 to 1.7 times as long on a CPU.
+Prompts are scored against latents as well. Rebuilding keys and values of all heads first saves operations only if the
+latent is much wider than a head; at 68 + 28 elements and nine heads of 64 it took 1.2 to 1.7 times as long on a CPU.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from surgery_vllm.spans import Span
 
-# Scores that are held at a time, of all heads: as many as stay in a processor's cache.
+# Most scores at a time, of all heads, so that they stay in the CPU's cache.
 SCORES = 2**20
-# Keys of a tile are read in steps of so many: products of few shapes, which libraries prepare once each.
+# The number of keys of a tile is rounded up to a multiple, for few shapes of products, which libraries set up once.
 KEY_STEP = 64
-# Queries that are scored at a time over sinks and a window: each tile gathers what its queries see.
+# Queries per tile over sinks and a window; each tile gathers the pages that its queries see.
 QUERY_TILE = 128
 
 
 def write_slots(cache: Tensor, vectors: Tensor, slots: Tensor) -> None:
-    """Writes a vector for every slot, cache [pages, tokens of a page, …], vectors [T, …]; a negative slot is padding.
+    """Write vectors [T, …] to slots [T] of a cache [pages, tokens of a page, …]; negative slots are padding.
 
-    More vectors than slots are padding too. Padding writes to slot 0 the vector that is there: to drop it would take
-    the host to count it, and slot 0 lies in vLLM's null block, which is no request's.
+    Vectors beyond the slots are padding too. Padding rewrites the content of slot 0, in vLLM's null block, which
+    belongs to no request; dropping it would make the host wait for a count.
     """
     padding = (slots < 0).view(-1, *[1] * (vectors.dim() - 1))
     slots, vectors = slots.clamp(min=0), vectors[: len(slots)].to(cache.dtype)
@@ -36,7 +36,7 @@ def write_slots(cache: Tensor, vectors: Tensor, slots: Tensor) -> None:
 
 
 def read_slots(cache: Tensor, slots: Tensor) -> Tensor:
-    """Read the vectors of slots [T] of a cache [pages, tokens of a page, …] → [T, …]; those of padding may be any."""
+    """Read the vectors [T, …] at slots [T] of a cache [pages, tokens of a page, …]; arbitrary for padding."""
     slots = slots.clamp(min=0)
     return cache[slots // cache.shape[1], slots % cache.shape[1]]
 
@@ -44,21 +44,19 @@ def read_slots(cache: Tensor, slots: Tensor) -> Tensor:
 def latent_attention(
     query: Tensor, vectors: Tensor, span: Span, rank: int, scale: float, gains: slice | None = None
 ) -> Tensor:
-    """Causal attention of the newest tokens of some requests over the latents of all their tokens.
+    """Compute causal attention of the new tokens of a span's requests over the latents of all their tokens.
 
     Args:
-        query: [B·T, H, r + ρ], the T newest tokens of each of B requests, one request after another, in the space of
-            the cached vectors.
-        vectors: [B, S, r + ρ (+ G)], latents, rotated keys and gains of their first S tokens, the new ones included;
-            what is after a request's own tokens may be any.
+        query: [B·T, H, r + ρ], queries in latent space of the T new tokens of each of B requests, request by request.
+        vectors: [B, S, r + ρ (+ G)], latents, rotated keys and gains of the first S tokens, new ones included;
+            arbitrary after the end of a request.
         span: the requests.
         rank: r.
-        scale: of the scores.
-        gains: which of the numbers behind r + ρ scale the scores of a token, one for each of as many groups of
-            neighboring heads; None: none do.
+        scale: attention scale.
+        gains: slice of the G gains that scale the scores, one per group of adjacent heads; None without gains.
 
     Returns:
-        [B·T, H, r], the mean of the latents by the softmax of the scores.
+        [B·T, H, r], the attention-weighted latents.
     """
     vectors = vectors.unsqueeze(1)  # [B, 1, S, r + ρ (+ G)]
     keys = vectors[..., : query.shape[-1]]
@@ -76,20 +74,20 @@ def rebuilt_attention(
     values_of: Callable[[Tensor], Tensor],
     values_of_means: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Causal attention of the newest tokens of some requests over keys and values that latents of theirs make.
+    """Compute causal attention of the new tokens of a span's requests over keys and values rebuilt from latents.
 
-    A value is linear in its token's latents, so the mean of values is the value of the mean of latents. Where few
-    tokens are new, that saves the values of all others.
+    Values are linear in the latents, so the weighted mean of values is the value of the weighted mean of latents. With
+    few new tokens that saves rebuilding the values of all tokens.
 
     Args:
-        query: [B·T, H, d], the T newest tokens of each of B requests, one request after another.
-        latents: [B, S, r] of their first S tokens, the new ones included.
+        query: [B·T, H, d], queries of the T new tokens of each of B requests, request by request.
+        latents: [B, S, r], latents of the first S tokens, new ones included.
         span: the requests.
-        scale: of the scores.
-        keys_of: from latents [B, S, r] of the first S tokens and their positions [B·S] to keys [B, G, S, d].
-        values_of: from the latents to values [B, G, S, d].
-        values_of_means: from the means of latents of every query head [B·T, H, r] to [B·T, H, d]; None: of several
-            blocks of latents.
+        scale: attention scale.
+        keys_of: rebuilds keys [B, G, S, d] from latents [B, S, r] and their positions [B·S].
+        values_of: rebuilds values [B, G, S, d] from the latents.
+        values_of_means: maps weighted latents per query head [B·T, H, r] to outputs [B·T, H, d]; None if the layer has
+            several blocks.
 
     Returns:
         [B·T, H, d].
@@ -97,27 +95,27 @@ def rebuilt_attention(
     latents = latents[:, : span.longest]
     keys = keys_of(latents, span.positions())
     groups, width, heads = keys.shape[1], keys.shape[3], span.new * query.shape[1]
-    # Products of a token: of its latents with all weights, or of its values with all weights and for themselves.
+    # Operations per token: weighting latents for all heads, or weighting values plus rebuilding them.
     if values_of_means is not None and heads * latents.shape[2] <= groups * width * latents.shape[2] + heads * width:
         return values_of_means(causal(query, keys, latents.unsqueeze(1), span, scale))
     return causal(query, keys, values_of(latents), span, scale)
 
 
 def gathered(cache: Tensor, pages: Tensor) -> Tensor:
-    """Vectors of pages [B, ·] of a cache [pages, tokens of a page, …]: [B, S, …]."""
+    """Gather the vectors [B, S, …] of pages [B, ·] from a cache [pages, tokens of a page, …]."""
     # Several times faster than indexing by a matrix, on a CPU.
     return cache.index_select(0, pages.flatten()).view(len(pages), -1, *cache.shape[2:])
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float) -> Tensor:
-    """Newest queries of requests over the keys and values of all their tokens.
+    """Compute causal attention of new queries over the keys and values of all tokens of their requests.
 
     Args:
         query: [B·T, H, w].
-        keys: [B, G, S, w] of S tokens, the longest request's or more; what is behind a request's own is not seen.
+        keys: [B, G, S, w], S at least the longest request's tokens; keys after the end of a request are masked.
         values: [B, G or 1, S, v].
         span: the requests.
-        scale: of the scores.
+        scale: attention scale.
 
     Returns:
         [B·T, H, v].
@@ -131,7 +129,7 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float
         rows, ahead = query[:, :, first : first + tile], first - new
         end = min(span.longest + ahead + rows.shape[2] + KEY_STEP - 1, keys.shape[2])
         end -= end % KEY_STEP if end < keys.shape[2] else 0
-        if batch > 1:  # PyTorch would copy a part of every request's keys, which takes longer than to read all
+        if batch > 1:  # a slice of several requests' keys would be copied, which is slower than reading all
             end = keys.shape[2]
         unseen = hidden[:, : rows.shape[2], : end - span.shortest - ahead - 1]
         out.append(mixed(rows, keys[:, :, :end], values[:, :, :end], unseen))
@@ -139,15 +137,15 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float
 
 
 def by_key(query: Tensor, requests_and_groups: tuple[int, int]) -> Tensor:
-    """[B·T, H, w] → [B, G, T, H/G, w]: what reads one key is one matrix."""
+    """Reshape queries [B·T, H, w] to [B, G, T, H/G, w]: one matrix per KV head."""
     requests, groups = requests_and_groups
     return query.view(requests, -1, groups, query.shape[1] // groups, query.shape[2]).transpose(1, 2).contiguous()
 
 
 def mixed(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
-    """Scaled queries [B, G, t, h, w] over keys [B, G, S, w] and values [B, G or 1, S, v] → [B, t, G, h, v].
+    """Attend scaled queries [B, G, t, h, w] to keys [B, G, S, w] and values [B, G or 1, S, v] → [B, t, G, h, v].
 
-    ``hidden`` [B, t, U] says of the last U keys which a query does not see.
+    ``hidden`` [B, t, U] is true for those of the last U keys that a query does not see.
     """
     batch, groups, tile, heads, _ = query.shape
     scores = product(query.flatten(2, 3), keys.mT)
@@ -158,9 +156,9 @@ def mixed(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Matrices [B, G, ·, ·] times matrices.
+    """Multiply matrices [B, G, ·, ·], a single pair without a batch dimension.
 
-    One alone is no batch: of few rows, in bfloat16, that takes PyTorch four times as long on a CPU.
+    A batched product of few rows in bfloat16 takes PyTorch four times as long on a CPU.
     """
     if a.shape[:2] == (1, 1):
         return (a[0, 0] @ b[0, 0])[None, None]
@@ -168,7 +166,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def joined(tiles: list[Tensor]) -> Tensor:
-    """Tiles [B, t, G, h, v] → [B·T, H, v]."""
+    """Concatenate tiles [B, t, G, h, v] to [B·T, H, v]."""
     out = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
     return out.flatten(2, 3).flatten(0, 1)
 
@@ -176,15 +174,15 @@ def joined(tiles: list[Tensor]) -> Tensor:
 def paged_head_attention(
     query: Tensor, cache: Tensor, span: Span, scale: float, sinks: int, recent: int | None
 ) -> Tensor:
-    """Causal attention of the newest tokens of some requests over their keys and values.
+    """Compute causal attention of the new tokens of a span's requests over paged keys and values.
 
     Args:
-        query: [B·T, H, d], the T newest tokens of each of B requests, one request after another.
-        cache: [pages, G, tokens of a page, 2d], keys and values behind them; the new tokens' are in it.
-        span: the requests; pages that no query sees may be any.
-        scale: of the scores.
+        query: [B·T, H, d], queries of the T new tokens of each of B requests, request by request.
+        cache: [pages, G, tokens of a page, 2d], keys followed by values, new tokens included.
+        span: the requests; pages that no query sees may be arbitrary.
+        scale: attention scale.
         sinks: first tokens that every query sees.
-        recent: last tokens that a query sees, its own among them; None: all.
+        recent: last tokens that a query sees, its own included; None for all.
 
     Returns:
         [B·T, H, d].
@@ -202,6 +200,6 @@ def paged_head_attention(
 
 
 def gathered_heads(cache: Tensor, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, G, S, d] of pages [B, ·] of a cache [pages, G, tokens of a page, 2d]."""
+    """Gather keys and values [B, G, S, d] of pages [B, ·] from a cache [pages, G, tokens of a page, 2d]."""
     entries = cache.index_select(0, pages.flatten()).unflatten(0, pages.shape)
     return entries.transpose(1, 2).flatten(2, 3).to(dtype).chunk(2, dim=-1)

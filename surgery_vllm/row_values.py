@@ -1,11 +1,11 @@
-"""Packed rows of tokens and what attention reads of them, in plain PyTorch.
+"""Packing and dequantization of token rows, in plain PyTorch.
 
-Formulas: ``surgery/model/quantized_latent_attention.py`` and ``quantized_low_rank_attention.py``. Shapes here: T new
-tokens, B requests, S tokens of the longest, r rank of the latent, ρ width of the shared key (0 in low rank), G gains of
-a token (MLA with q/k-norm).
+Formulas: ``surgery/model/quantized_latent_attention.py`` and ``quantized_low_rank_attention.py``. Shapes: T new tokens,
+B requests, S tokens of the longest, r rank of the latent, ρ width of the shared key (0 in low rank), G gains of a token
+(MLA with q/k-norm).
 
-What is read is fp32 whatever the model's dtype is: values are dequantized in it, and processors without bfloat16
-multiply fastest in it.
+Values are read in fp32, whatever the model's dtype: dequantization is in fp32, and CPUs without bfloat16 multiply
+fastest in it.
 """
 
 import torch
@@ -25,14 +25,14 @@ def rows_of(vectors: Tensor, quantizer: TokenQuantizer) -> Tensor:
 def vectors_of(
     rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor | None, first: Tensor | None, lens: Tensor
 ) -> Tensor:
-    """Read rows [B, S, bytes] of the first S tokens of some requests → [B, S, r + ρ + G] fp32, keys rotated.
+    """Dequantize rows [B, S, bytes] of the first S tokens of requests to [B, S, r + ρ + G] fp32, with rotated keys.
 
     Args:
-        rows: what is after a request's own tokens may be any.
-        quantizer: of this layer.
-        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32; None: there is none.
-        first: [B, first, r + ρ] first tokens in full precision, instead of their rows; those that have not come may be
-            anything.
+        rows: packed rows, arbitrary after the end of a request.
+        quantizer: quantizer of the layer.
+        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32; None without a shared key.
+        first: [B, first, r + ρ] first tokens in full precision, which replace their rows; arbitrary after the end of a
+            request.
         lens: [B] tokens of every request.
     """
     packed = quantizer.format.row_bytes
@@ -51,12 +51,12 @@ def vectors_of(
 def values_at(
     slots: Tensor, rows: Tensor, quantizer: TokenQuantizer, first_slots: Tensor | None, first: Tensor | None
 ) -> Tensor:
-    """Read tokens by their slots [T], as `vectors_of` reads them → values [T, r] fp32; of padding they may be any.
+    """Dequantize tokens at slots [T], like `vectors_of`, to values [T, r] fp32; arbitrary for padding.
 
     Args:
         rows: [pages, tokens of a page, bytes].
-        first_slots: [T] in `first`; those of later tokens are negative, or lie in vLLM's null page 0.
-        first: [pages, first, r] first tokens in full precision; None: there are none.
+        first_slots: slots [T] in `first`; those of later tokens are negative, or in vLLM's null block 0.
+        first: [pages, first, r] first tokens in full precision, or None.
     """
     values = quantizer.decode(read_slots(rows, slots), torch.float32)
     if first is None:
@@ -66,13 +66,13 @@ def values_at(
 
 
 def rotate(keys: Tensor, inv_freq: Tensor) -> None:
-    """Rotate shared keys [B, S, ρ], fp32, in place, by their position among the S; neighbors are a pair."""
+    """Rotate shared keys [B, S, ρ], fp32, in place to positions 0 to S - 1; adjacent elements are pairs."""
     angles = torch.arange(keys.shape[1], device=keys.device)[:, None] * inv_freq
     pairs = torch.view_as_complex(keys.unflatten(-1, (len(inv_freq), 2)))
     pairs.mul_(torch.polar(torch.ones_like(angles), angles))
 
 
 def first_slots(slots: Tensor, page: int, count: int) -> Tensor:
-    """Slots [T] in pages of `count` first tokens, given those in pages of `page`; -1 of all later tokens."""
+    """Convert slots [T] in pages of `page` tokens to slots in pages of `count` first tokens; -1 for later tokens."""
     place = slots % page
     return torch.where(place < count, slots.div(page, rounding_mode="floor") * count + place, -1)

@@ -1,11 +1,11 @@
-"""MLA and low rank in bits: a cache of packed rows, and of first tokens in full precision.
+"""Cache of quantized MLA and quantized low-rank layers: packed rows, and first tokens in full precision.
 
-Bytes of a block: :mod:`surgery_vllm.row_layout`; values of a row: :mod:`surgery_vllm.row_values`. Shapes here: T tokens
-of a batch, B requests of a span, S tokens of the longest, r rank of the latent, ρ width of the shared key (0 in low
-rank), G gains of a token (MLA with q/k-norm).
+Bytes of a block: :mod:`surgery_vllm.row_layout`; values of a row: :mod:`surgery_vllm.row_values`. Shapes: T tokens of a
+batch, B requests of a span, S tokens of the longest, r rank of the latent, ρ width of the shared key (0 in low rank), G
+gains of a token (MLA with q/k-norm).
 
-The first tokens cannot lie in the rows' own blocks: their place in a row would be lost for every other token, and what
-lies outside of vLLM's blocks would be neither shared with a prefix nor given back.
+First tokens have separate blocks: space in the blocks of rows would be wasted in all later blocks, and memory outside
+of vLLM's blocks would be neither shared by prefix caching nor freed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,48 +32,48 @@ from surgery_vllm.structure import attention_of_layers
 from surgery_vllm.vector_cache import Attend, VectorBackend, VectorCache
 
 SMALL_BLOCK = 32
-"""Tokens of a block unless told otherwise: every request takes one for its first tokens, and leaves half of one empty.
+"""Default tokens of a block. Small, since a request takes a whole block for its first tokens and wastes half of one.
 
-vLLM's 128 on a CPU are for its own kernels.
+vLLM's default of 128 on CPUs serves its own kernels.
 """
 
 
 class RowQuantizer(TokenQuantizer):
-    """The quantizer of a layer; vLLM's loaders hand it its tensors."""
+    """Quantizer of a layer with vLLM's weight loading interface."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take steps and means.
+        """Load steps and means.
 
         Raises:
-            ValueError: those of a damaged checkpoint.
+            ValueError: invalid values, as in a damaged checkpoint.
         """
         tables, names = dict(self.named_buffers()), set()
         for name, tensor in weights:
             tables[name].copy_(tensor)
             names.add(name)
-        self._is_checked = False  # tensors may come one at a time
+        self._is_checked = False  # tensors may be loaded one at a time
         self.check()
         return names
 
 
 class PageCache(VectorCache):
-    """Pages of bytes that all layers share."""
+    """Cache in pages of raw bytes that all layers share."""
 
     def __init__(self, layout: RowLayout, attend: Attend | None, **settings: Any):
         super().__init__(layout.token_bytes, attend, **settings)
         self.layout = layout
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        """The rows of a token, of all layers, are one head."""
+        """Return the spec of one head of bytes: the rows of a token in all layers."""
         spec = super().get_kv_cache_spec(vllm_config)
         return replace(spec, block_size=self.layout.page, dtype=torch.uint8)
 
 
 class FirstTokens(PageCache):
-    """Holds the first tokens of all layers; their `RowCache` writes and reads them."""
+    """Pages of the first tokens of all layers; written and read by each layer's `RowCache`."""
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """Blocks as large as those of rows, one a request."""
+        """Return the spec of blocks of the same size as those of rows, one per request."""
         first_tokens.register()
         rows = super().get_kv_cache_spec(vllm_config)
         sizes = {"num_kv_heads": 1, "head_size": rows.head_size, "head_size_v": 0}
@@ -81,12 +81,10 @@ class FirstTokens(PageCache):
 
 
 class RowCache(PageCache):
-    """The rows of one layer.
-
-    The first layer owns the pages of rows, and those of first tokens.
+    """Packed rows of one layer; the first layer owns the pages of rows and of first tokens.
 
     Args:
-        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32; None: there is none.
+        inv_freq: [ρ/2] inverse frequencies of the shared key, fp32; None without a shared key.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class RowCache(PageCache):
             self.first = FirstTokens(layout, None, prefix=first, **settings)
 
     def refusal_of(self, layers: Sequence[LayerEntry], vllm_config: VllmConfig) -> str | None:
-        """Return why no kernel reads the steps of a model's layers: none is for low rank in bits."""
+        """Return why no kernel runs the steps of a model's layers; there is none for quantized low-rank layers."""
         return "low rank in bits"
 
     def pack(self, vectors: Tensor) -> Tensor:
@@ -119,7 +117,7 @@ class RowCache(PageCache):
         return rows_of(vectors, self.quantizer)
 
     def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
-        """Write the rows of new tokens, of their values and gains [T, r + ρ + G], and those that are first tokens."""
+        """Write values and gains [T, r + ρ + G] of new tokens as rows, and first tokens in full precision as well."""
         write_slots(self._rows(kv_cache), self.pack(vectors), metadata.slot_mapping)
         if self.entry.first_tokens:
             first, pages = self._first()
@@ -129,14 +127,14 @@ class RowCache(PageCache):
     def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
         """Yield the spans of a batch and their vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
         first, pages = self._first() if self.entry.first_tokens else (metadata, None)
-        # Both groups cut a batch into the same spans: their pages hold as many tokens.
+        # Both KV cache groups divide a batch into the same spans, since their pages hold equally many tokens.
         for span, of_first in zip(metadata.spans, first.spans, strict=True):
             rows = gathered(self._rows(kv_cache), span.pages)[:, : span.longest]
             exact = None if pages is None else gathered(pages, of_first.pages[:, :1])
             yield span, vectors_of(rows, self.quantizer, self.inv_freq, exact, span.seq_lens)
 
     def values_at(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
-        """Read the values [T, r + ρ] fp32 of new tokens, which are written, by their slots [T]."""
+        """Read back the values [T, r + ρ] fp32 of new tokens by their slots [T]."""
         first = pages = None
         if self.entry.first_tokens:
             metadata, pages = self._first()
@@ -144,28 +142,28 @@ class RowCache(PageCache):
         return values_at(slots, self._rows(kv_cache), self.quantizer, first, pages)
 
     def _rows(self, kv_cache: Tensor) -> Tensor:
-        """Pages of the rows of this layer [pages, tokens of a page, bytes], a view."""
+        """Return a view of this layer's rows [pages, tokens of a page, bytes]."""
         layer = kv_cache.view(len(kv_cache), -1)[:, self.layout.rows_of(self.number)]
         return layer.unflatten(1, (self.layout.page, -1))
 
     def _first(self) -> tuple[PagedMetadata, Tensor]:
-        """Metadata of first tokens, and their pages of this layer [pages, first tokens, r + ρ], a view."""
+        """Return the metadata of first tokens, and a view of this layer's first tokens [pages, first tokens, r + ρ]."""
         metadata, _, kv_cache, _ = get_attention_context(self.first_name)
         layer = kv_cache.view(len(kv_cache), -1)[:, self.layout.first_of(self.number)]
         return metadata, layer.view(self.first_dtype).unflatten(1, (self.entry.first_tokens, -1))
 
 
 def proposed_block(cache_config: CacheConfig) -> int:
-    """Tokens of a block as the user has them, or vLLM, but then at most ``SMALL_BLOCK``."""
+    """Return the user's block size in tokens, or vLLM's default, limited to ``SMALL_BLOCK``."""
     is_user_specified = cache_config.user_specified_block_size
     return cache_config.block_size if is_user_specified else min(cache_config.block_size, SMALL_BLOCK)
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Refuse settings of vLLM under which the pages of all layers are not in one process, or no two groups of them.
+    """Refuse settings of vLLM with several processes or without the hybrid KV cache manager.
 
     Raises:
-        ValueError: says which setting to change.
+        ValueError: a setting to change.
     """
     if vllm_config.parallel_config.world_size > 1:
         raise ValueError("model-surgery's plugin serves layers in bits in one process: leave parallel sizes at 1")

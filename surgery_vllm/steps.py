@@ -1,11 +1,11 @@
-"""Decode steps by the kernels of :mod:`surgery.kernels`: where they run, and what vLLM may record of them.
+"""Decode steps with the kernels of :mod:`surgery.kernels`, and their support of CUDA graphs.
 
-A step is a request with one new token. Kernels read vLLM's pages as they lie, by its block table and lengths on the
-device. Their grids and scratch follow from the number of requests and vLLM's longest context, and the host reads
-nothing: so a step can be recorded in a CUDA graph. Prompts, and steps where no kernel runs, are plain PyTorch.
+A step is a request with one new token. Kernels read vLLM's pages in place, with its block table and lengths on the
+device. Their grids and scratch memory depend only on the number of requests and vLLM's longest context, and nothing is
+copied to the host, so steps can be captured in CUDA graphs. Prompts, and steps without a kernel, run in plain PyTorch.
 
-Shapes here: B requests, H query heads, w elements of a query, r rank of the latent, ρ width of the rotated key, G gains
-of a token (with q/k-norm).
+Shapes: B requests, H query heads, w elements of a query, r rank of the latent, ρ width of the rotated key, G gains of a
+token (with q/k-norm).
 """
 
 import os
@@ -23,13 +23,13 @@ from surgery_vllm.backend import PagedBuilder, PagedMetadata, Steps
 from surgery_vllm.vector_cache import VectorBackend, VectorCache
 
 KERNELS = "SURGERY_KERNELS"
-"""Environment variable; 0 keeps steps in PyTorch. Kernels run on CUDA, and on CPUs under TRITON_INTERPRET=1."""
+"""Environment variable; 0 runs steps in PyTorch. Kernels run on CUDA, and on CPUs with TRITON_INTERPRET=1."""
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 class StepBuilder(PagedBuilder):
-    """Hands steps to kernels if all layers of the model that have a `step` can take them."""
+    """Builder that has kernels read decode steps if all layers with a `step` support it."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -37,7 +37,7 @@ class StepBuilder(PagedBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Tell whether steps can be recorded: no batch with a prompt or with drafts."""
+        """Return whether steps can be captured: only batches of single-token decodes, on CUDA with kernels."""
         device = torch.device(vllm_config.device_config.device)
         if device.type != "cuda" or refusal_of_model(vllm_config, device):
             return AttentionCGSupport.NEVER
@@ -53,11 +53,11 @@ class StepBackend(VectorBackend):
 
 
 class LatentCache(VectorCache):
-    """The cache of a layer of MLA in the model's dtype, whose steps `mla_decode` reads.
+    """Cache of an MLA layer in the model's dtype, whose steps run in `mla_decode`.
 
     Args:
         rank: r.
-        gains: those of the heads of this process, see `latent_attention`; None: there are none.
+        gains: slice of the gains for the heads of this process, see `latent_attention`; None without gains.
     """
 
     def __init__(self, *arguments: Any, rank: int, gains: slice | None, **settings: Any):
@@ -65,7 +65,7 @@ class LatentCache(VectorCache):
         self.rank, self.gains = rank, gains
 
     def step(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Tensor:
-        """Return the latents that heads mix, [B, H, r], of queries [B, H, r + ρ] in their space."""
+        """Compute attention-weighted latents [B, H, r] of queries [B, H, r + ρ] in latent space."""
         vectors, width = kv_cache[:, 0], query.shape[-1]
         gain = None if self.gains is None else vectors[..., width:][..., self.gains]
         latent, rope_key = vectors[..., : self.rank], vectors[..., self.rank : width]
@@ -75,26 +75,26 @@ class LatentCache(VectorCache):
 def over_pages(
     query: Tensor, latent: Tensor, rope_key: Tensor, key_gain: Tensor | None, scale: float, steps: Steps
 ) -> Tensor:
-    """Attention of queries [B, H, r + ρ] over pages [P, tokens of a page, r], [·, ·, ρ] and [·, ·, G] → [B, H, r]."""
+    """Run `mla_decode`: queries [B, H, r + ρ], pages [P, tokens of a page, r], [·, ·, ρ] and [·, ·, G] → [B, H, r]."""
     pages, lengths = steps.pages, steps.lengths
     out, _ = mla_decode(query[:, None], latent, rope_key, scale, lengths=lengths, pages=pages, key_gain=key_gain)
     return out[:, 0]
 
 
 def logged(reason: str | None) -> str | None:
-    """Say once why decode steps run in PyTorch, if there is a reason, which is returned."""
+    """Log once why decode steps run in PyTorch, if there is a reason; return it."""
     if reason:
         logger.info_once("Decode steps of latent attention run in plain PyTorch: %s.", reason)
     return reason
 
 
 def refusal_of_kernels(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why no kernel runs on tensors of a dtype on a device; None if kernels do."""
+    """Return why no kernel runs for a dtype and device; None if kernels run."""
     return f"{KERNELS}=0" if os.environ.get(KERNELS) == "0" else refusal(torch.empty(0, dtype=dtype, device=device))
 
 
 def refusal_of_model(vllm_config: VllmConfig, device: torch.device) -> str | None:
-    """Return why the steps of a loaded model run in PyTorch; None if kernels take those of all layers with a `step`."""
+    """Return why the steps of a loaded model run in PyTorch; None if kernels support all layers with a `step`."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     caches = [layer for layer in layers if isinstance(layer, VectorCache) and layer.attn_backend is StepBackend]
     reasons = (refusal_of_kernels(vllm_config.model_config.dtype, device), *(cache.refusal() for cache in caches))

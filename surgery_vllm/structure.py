@@ -1,4 +1,4 @@
-"""The attention of every layer, of the structures that vLLM serves here; the others are refused by name."""
+"""Layer entries of the structures that the plugin serves, and the refusal of all others."""
 
 from typing import Any
 
@@ -20,21 +20,21 @@ SERVED = {
     GroupedEntry.kind: "KV heads by layer",
     HybridEntry.kind: "hybrid heads",
 }
-"""Kinds of attention and what they are called."""
+"""Served kinds of attention and their display names."""
 NOT_SERVED = {
     "streaming": "streaming",
     "codes": "codes",
     "window": "a window of exact tokens",
     "compensated_heads": "compensation",
 }
-"""Fields of their entries that must be empty, and what they are called."""
+"""Entry fields that must be empty, and their display names."""
 
 
 class NotServed(ValueError):
-    """A structure that this plugin has no code for.
+    """Raised for a structure that this plugin does not implement.
 
     Attributes:
-        what: its name.
+        what: name of the structure.
     """
 
     def __init__(self, what: str):
@@ -43,12 +43,12 @@ class NotServed(ValueError):
 
 
 def attention_of_layers(config: Any) -> list[LayerEntry]:
-    """The attention of every layer of a :class:`~surgery_vllm.config.SurgeryConfig`, each of a kind in ``SERVED``.
+    """Return the entry of every layer of a :class:`~surgery_vllm.config.SurgeryConfig`, each of a kind in ``SERVED``.
 
-    The family's own is "grouped", or "hybrid" without streaming heads next to other hybrid layers.
+    Stock attention becomes "grouped", or "hybrid" without streaming heads in a model with hybrid layers.
 
     Raises:
-        NotServed: what vLLM would compute otherwise, or not at all.
+        NotServed: the plugin cannot run the model, or would compute something else.
     """
     if config.base_model_type not in FAMILIES:
         raise NotServed(f"the family {config.base_model_type}")
@@ -72,7 +72,7 @@ def attention_of_layers(config: Any) -> list[LayerEntry]:
             if getattr(entry, name, None):
                 raise NotServed(f"{SERVED[entry.kind]} with {feature} (layer {layer})")
     in_bits = [entry for entry in layers if entry.quantizes]
-    if in_bits and len(in_bits) < len(layers):  # all layers share the pages of one group
+    if in_bits and len(in_bits) < len(layers):  # all layers share the blocks of one KV cache group
         raise NotServed(f"{SERVED[in_bits[0].kind]} beside other layers")
     if any(entry.kind == "hybrid" for entry in layers):
         return _with_streaming_heads(layers)
@@ -83,7 +83,7 @@ def attention_of_layers(config: Any) -> list[LayerEntry]:
 
 
 def _with_streaming_heads(layers: list[LayerEntry]) -> list[LayerEntry]:
-    """The streaming heads of all layers are one group of vLLM's cache, which holds keys and values."""
+    """Convert all entries to hybrid ones; the streaming heads of all layers form one KV cache group of one window."""
     if any(isinstance(layer, LatentEntry | LowRankEntry) for layer in layers):
         raise NotServed("hybrid heads beside latents")
     split = [layer if isinstance(layer, HybridEntry) else _whole(layer.kv_heads) for layer in layers]
@@ -98,7 +98,7 @@ def _whole(kv_heads: int) -> HybridEntry:
 
 
 def windowed(config: Any) -> bool:
-    """Return whether some layers of a family's model see a window only, shorter than the model's context."""
+    """Return whether a family's model has layers with a sliding window shorter than its context."""
     window = getattr(config, "sliding_window", None)
     if window is None or getattr(config, "use_sliding_window", None) is False:
         return False

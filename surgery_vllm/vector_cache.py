@@ -1,7 +1,7 @@
-"""A cache of one vector a token in the place of keys and values, and vLLM's interfaces around what reads it.
+"""Cache of one vector per token instead of keys and values, with vLLM's attention backend interfaces.
 
-Shapes here: T tokens of a batch, B requests of a span, S tokens of the longest, H query heads, w elements of a query,
-c elements of a cached vector.
+Shapes: T tokens of a batch, B requests of a span, S tokens of the longest, H query heads, w elements of a query, c
+elements of a cached vector.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +21,11 @@ from surgery_vllm.paged import gathered, write_slots
 from surgery_vllm.spans import Span
 
 Attend = Callable[[Tensor, Tensor, Span], Tensor]
-"""From queries [B·T, H, w] and vectors [B, S, c] of a span to outputs [B·T, H, ·]."""
+"""Function of queries [B·T, H, w] and vectors [B, S, c] of a span that returns outputs [B·T, H, ·]."""
 
 
 class VectorBackend(PagedHeadsBackend):
-    """For any device that PyTorch runs on, vectors of any width; no CUDA graphs."""
+    """Backend for any device of PyTorch and vectors of any width; no CUDA graphs."""
 
     @staticmethod
     def get_impl_cls() -> type["VectorImpl"]:
@@ -33,7 +33,7 @@ class VectorBackend(PagedHeadsBackend):
 
 
 class VectorImpl(AttentionImpl[PagedMetadata]):
-    """The attention of one layer, whose `VectorCache` writes and reads."""
+    """Attention of one layer, which its `VectorCache` implements."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class VectorImpl(AttentionImpl[PagedMetadata]):
         output_scale: None = None,
         output_block_scale: None = None,
     ) -> Tensor:
-        """Write the vectors `key` [T, 1, c] to their slots, and what queries [T, H, w] see to output [T, H, ·]."""
-        if attn_metadata is None:  # vLLM measures the memory of a pass
+        """Write the vectors `key` [T, 1, c] to the cache and the outputs of queries [T, H, w] to `output` [T, H, ·]."""
+        if attn_metadata is None:  # profiling run
             return output.zero_()
         layer.write(kv_cache, key.squeeze(1), attn_metadata)
         if steps := attn_metadata.steps:
@@ -76,12 +76,12 @@ class VectorImpl(AttentionImpl[PagedMetadata]):
 
 
 class VectorCache(Attention):
-    """The cache of one layer: vectors in the model's dtype.
+    """Cache of one layer: vectors in the model's dtype.
 
     Args:
         width: c.
-        attend: of queries over all vectors of their requests.
-        backend: `StepBackend` of caches with a `step`.
+        attend: attention of queries over all vectors of their requests.
+        backend: `StepBackend` for caches with a `step`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class VectorCache(Attention):
         self.width, self.attend = width, attend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """One head of c elements, and none of a value."""
+        """Return the spec of one head of c elements, without values."""
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
@@ -101,21 +101,21 @@ class VectorCache(Attention):
         )
 
     def forward(self, query: Tensor, vectors: Tensor, width: int) -> Tensor:
-        """query [T, H, w], vectors [T, c] → [T, H, width]."""
+        """Cache vectors [T, c] and compute outputs [T, H, width] of query [T, H, w]."""
         output, vectors = query.new_empty(*query.shape[:-1], width), vectors.unsqueeze(1)
-        # vLLM's own way around a compiler; `Attention.forward` wants keys as wide as queries.
+        # The custom op that vLLM hides from the compiler; `Attention.forward` needs keys as wide as queries.
         name = _encode_layer_name(self.layer_name)
         torch.ops.vllm.unified_attention_with_output(query, vectors, vectors, output, name)
         return output
 
     def refusal(self) -> str | None:
-        """Return why no kernel reads the steps of this loaded layer; None: one does."""
+        """Return why no kernel runs the steps of this loaded layer; None if one does."""
 
     def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
         """Write the vectors [T, c] of new tokens to the cache [pages, 1, tokens of a page, c]."""
         write_slots(kv_cache[:, 0], vectors, metadata.slot_mapping)
 
     def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the spans of a batch and their vectors [B, S, c]; what is after a request's own tokens may be any."""
+        """Yield the spans of a batch and their vectors [B, S, c], arbitrary after the end of a request."""
         for span in metadata.spans:
             yield span, gathered(kv_cache[:, 0], span.pages)
