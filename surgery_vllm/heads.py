@@ -123,7 +123,7 @@ def check(vllm_config: VllmConfig) -> None:
     """Refuse settings of vLLM under which blocks between sinks and window would not be freed or tracked.
 
     Raises:
-        ValueError: a setting to change.
+        ValueError: names the setting to change.
     """
     if vllm_config.parallel_config.world_size > 1:
         raise ValueError("model-surgery's plugin serves hybrid heads in one process: leave parallel sizes at 1")

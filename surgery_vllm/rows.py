@@ -163,7 +163,7 @@ def check(vllm_config: VllmConfig) -> None:
     """Refuse settings of vLLM with several processes or without the hybrid KV cache manager.
 
     Raises:
-        ValueError: a setting to change.
+        ValueError: names the setting to change.
     """
     if vllm_config.parallel_config.world_size > 1:
         raise ValueError("model-surgery's plugin serves layers in bits in one process: leave parallel sizes at 1")

@@ -87,7 +87,7 @@ class BlockwiseRows:
     """Blockwise attention over the packed rows of one layer."""
 
     def __init__(self, latent_runs: Runs, rope_runs: Runs, inv_freq: Tensor) -> None:
-        """`inv_freq`: inverse frequencies [ρ/2] of the shared key's pairs of adjacent channels."""
+        """Prepare tables; `inv_freq` [ρ/2] has the inverse frequencies of the shared key's pairs of channels."""
         self._rank = TokenFormat(latent_runs).channels
         self._latent = _Section(latent_runs, 0)
         self._rope = _Section(rope_runs, TokenFormat(latent_runs).row_bytes)

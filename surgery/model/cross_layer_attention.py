@@ -206,7 +206,7 @@ class PromptBasisAttention(CrossLayerAttention):
         pass
 
     def initialize_weights(self) -> None:
-        """Nothing to fill."""
+        """Do nothing: the weights have no basis."""
 
     @classmethod
     def new_store(cls, entry: GroupEntry, config: Any) -> GroupStore:
@@ -224,7 +224,7 @@ class MergedPairAttention(CrossLayerAttention):
         pass
 
     def initialize_weights(self) -> None:
-        """Nothing to fill."""
+        """Do nothing: the weights have no basis."""
 
     @classmethod
     def new_store(cls, entry: GroupEntry, config: Any) -> GroupStore:

@@ -38,7 +38,7 @@ class GroupEntry(LayerEntry):
         return 1, heads * (key + value), 0
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the group, or of its combination with other layers."""
+        """Validate the group, and its combination with the other layers."""
         if self._group(index, entries) != [replace(self._shared(), place=place) for place in range(self.group_size)]:
             return f"not one of a group of {self.group_size} layers with equal entries"
         counts = [getattr(self, name, None) for name in ("rank", "key_rank", "value_rank", "block")]
@@ -148,7 +148,7 @@ class MergedPairEntry(GroupEntry):
     place: int
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the pair."""
+        """Validate the pair."""
         if self.group_size != 2:
             return f"pairs are groups of 2, not of {self.group_size}"
         return super().problem(config, index, entries)

@@ -56,7 +56,7 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, K].
 
-        `position_ids` are [1, T]. The family's cos and sin for a whole head are unused: the latent has own frequencies.
+        `position_ids` are [1, T]. The family's cos and sin for a whole head are unused: latents have other frequencies.
         """
         batch, num_tokens, _ = hidden_states.shape
         cos, sin = self.rotary(position_ids)

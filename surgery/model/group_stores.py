@@ -53,11 +53,11 @@ class GroupStore:
         raise NotImplementedError
 
     def numbers(self, tokens: int, width: int) -> int:
-        """Return the stored elements of `tokens` tokens of `width` elements per layer, in the dtype of the tokens."""
+        """Return the number of stored elements for `tokens` tokens of `width` elements per layer."""
         raise NotImplementedError
 
     def index_bytes(self, tokens: int) -> int:
-        """Return the bytes stored next to these elements."""
+        """Return the bytes of integer indices that are stored as well."""
         return 0
 
     def _encode(self, blocks: list[Tensor]) -> None:
@@ -101,7 +101,7 @@ class SharedCodes(GroupStore):
         return *super().settings(), self.rank
 
     def numbers(self, tokens: int, width: int) -> int:
-        """Return r per token."""
+        """Return the stored elements: r per token."""
         return tokens * self.rank
 
     def write(self, place: int, tokens: Tensor) -> None:
@@ -141,7 +141,7 @@ class PromptBasis(GroupStore):
         return *super().settings(), self.key_rank, self.value_rank
 
     def numbers(self, tokens: int, width: int) -> int:
-        """Return the elements of latents and both bases; a rank is at most the smaller dimension of its matrix."""
+        """Return the stored elements of latents and both bases; a matrix's dimensions limit its rank."""
         total = 0
         for side, rank in ((self.key_width, self.key_rank), (width - self.key_width, self.value_rank)):
             total += min(rank, tokens, self.layers * side) * (tokens + self.layers * side)
@@ -189,7 +189,7 @@ class MergedPairs(GroupStore):
         return *super().settings(), self.kept, self.interpolation
 
     def numbers(self, tokens: int, width: int) -> int:
-        """Return the elements: a direction and four norms per head and token, and unmerged tokens of both layers."""
+        """Return the stored elements: a direction per token, four norms per head, unmerged tokens of both layers."""
         return tokens * (width + 4 * self.heads) + tokens // self.block * self.kept * 2 * width
 
     def index_bytes(self, tokens: int) -> int:

@@ -21,7 +21,7 @@ class GroupedEntry(LayerEntry):
     kv_heads: int
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the number of KV heads."""
+        """Validate the number of KV heads."""
         if self.kv_heads < 1 or config.num_attention_heads % self.kv_heads:
             return f"{config.num_attention_heads} query heads do not divide over {self.kv_heads} KV heads"
         return None

@@ -45,7 +45,7 @@ def append(
 
     Args:
         capacity: entries to allocate memory for, if a new buffer is needed.
-        max_size: most entries ever, if known.
+        max_size: upper bound of the final size, if known.
     """
     if stored is None:
         stored = new.narrow(dim, 0, 0)
@@ -69,7 +69,7 @@ def append(
 def refill(stored: Tensor | None, new: Tensor, dim: int = -2, *, max_size: int) -> Tensor:
     """Return a copy of `new`, in the buffer of `stored` if it is large enough; the two must not overlap.
 
-    `max_size`: most entries ever.
+    `max_size`: upper bound of the final size.
     """
     room: _Room | None = getattr(stored, _ROOM, None)
     if room is None or new.shape[dim] > room.buffer.shape[dim] or _needs_copy(new) or not _writable(room, new, dim):

@@ -27,7 +27,7 @@ from .sink_window_cache import SinkWindowLayer
 from .step_memo import once
 
 PIECE = 256
-"""Least tokens of a piece in streaming heads; fewer would make many small matrix products."""
+"""Least number of tokens per piece in streaming heads; smaller pieces would make many small matrix products."""
 
 
 class Dropped(NamedTuple):

@@ -39,7 +39,7 @@ class HybridEntry(GroupedEntry):
         return self.kv_heads - self.full_heads
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the numbers of heads, their order or the window."""
+        """Validate the numbers of heads, their order and the window."""
         if problem := super().problem(config, index, entries):
             return problem
         heads, full, compensated = self.kv_heads, self.full_heads, self.compensated_heads

@@ -148,7 +148,7 @@ class LatentAttention(Accelerated, nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the output [B, T, D] of hidden_states [B, T, D] and, if eager, weights [B, H, T, S].
 
-        `position_embeddings`, the family's cos and sin for a whole head, are unused: the latent has own frequencies.
+        `position_embeddings`, the family's cos and sin for a whole head, are unused: latents have other frequencies.
         Without `position_ids` [B, T], which Llama 4 does not pass down, positions are those in the cache.
         `axis_positions` as in `AxisDecoder`. `left_padding` is read by `StreamingLatentAttention` without a cache.
         """

@@ -37,12 +37,12 @@ class LatentEntry(LayerEntry):
     rope_dim = property(lambda self: 2 * len(self.rope_inv_freq))
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the rank or the codes."""
+        """Validate the rank and the codes."""
         # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.
         return "kv_lora_rank must be at least 1" if self.kv_lora_rank < 1 else codes_problem(self)
 
     def key_gains(self, config: Any) -> int:
-        """Return the inverse rms values cached per token: 0 without an exact key norm, 1, or one per KV head."""
+        """Return the number of inverse rms values cached per token; 0 without an exact key norm."""
         family = getattr(config, "base_model_type", None) or config.model_type
         return 0 if self.key_norm_eps is None else 1 if family in NORM_OVER_HEADS else kv_heads_of(config)
 

@@ -56,7 +56,7 @@ class LayerEntry:
         return json.loads(json.dumps({"kind": self.kind, **values}))  # tuples as lists
 
     def problem(self, config: Any, index: int, entries: Sequence["LayerEntry"]) -> str | None:
-        """Return the error of the entry of layer `index` among all `entries`; None if it is valid."""
+        """Validate the entry of layer `index` among all `entries`; return an error message, or None if valid."""
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
         """Return the heads of a token in the cache, and their elements in the key and in the value tensor."""
@@ -94,13 +94,13 @@ class StockEntry(LayerEntry):
 
 
 def window_problem(sinks: int, recent: int) -> str | None:
-    """Return the error of a window of the first and the last tokens; None if it is valid."""
+    """Validate a window of the first and the last tokens; return an error message, or None if valid."""
     message = f"a window of {recent} tokens with {sinks} sinks: at least 1 recent token and 0 sinks are needed"
     return message if sinks < 0 or recent < 1 else None
 
 
 def codes_problem(entry: LayerEntry) -> str | None:
-    """Return the error of the `codes` of a layer that caches latents; None if they are valid."""
+    """Validate the `codes` of a layer that caches latents; return an error message, or None if valid."""
     if entry.codes and entry.streams:
         return "codes are of latents that are kept for all tokens, and some of these stream"
     counts, rank = [channels for _, channels in entry.codes or ()], sum(entry.ranks)

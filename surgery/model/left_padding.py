@@ -29,7 +29,7 @@ class LeftPadding:
     __slots__ = ("_copies", "_rows", "has_gaps", "least", "most")
 
     def __init__(self, rows: Sequence[int] | Tensor, bounds: tuple[int, int] | None = None, *, has_gaps: bool = False):
-        """`rows`: padding tokens by row; `bounds`: their minimum and maximum, to save a wait for the device."""
+        """Store the padding tokens of each row; `bounds`, their minimum and maximum, save a wait for the device."""
         self._rows = rows if isinstance(rows, Tensor) else torch.tensor(rows)
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.least, self.most = bounds or (min(rows), max(rows))

@@ -231,7 +231,7 @@ class LowRankAttention(Accelerated, nn.Module):
             attention_mask = visible_mask(self, self._both(attention_mask, visible, slots, places, layer), query.dtype)
 
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
-        if self.window and weights is not None:  # a token has two columns, rebuilt and full-precision
+        if self.window and weights is not None:  # add up a token's rebuilt and full-precision columns
             weights, exact_weights = weights.split((length, weights.shape[-1] - length), dim=-1)
             columns = exact_slots.clamp(max=length - 1)[:, None, None].expand_as(exact_weights)
             weights = weights.scatter_add(-1, columns, exact_weights)

@@ -84,7 +84,7 @@ class LowRankEntry(LayerEntry):
         return [(config.num_attention_heads - heads, None, False), (heads, window, False)]
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the blocks, the window, shared latents or streaming blocks."""
+        """Validate the blocks, the window, shared latents and streaming blocks."""
         problem = (self.streaming and self._streaming_problem()) or codes_problem(self) or self._blocks_problem(config)
         return problem or self._sharing_problem(config, index, entries)
 
@@ -100,7 +100,7 @@ class LowRankEntry(LayerEntry):
         return None
 
     def _sharing_problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the earlier layers whose latents this one reads."""
+        """Validate the earlier layers whose latents this one reads."""
         first = index - self.shared_layers
         if first < 0 or (self.shared_layers and len(self.blocks) > 1):
             return "shared_layers needs that many layers before it, and one block"

@@ -3,7 +3,7 @@
 Integer formats are asymmetric, with a scale and a zero point per group. fp8 (e4m3) has a scale only, which maps the
 largest magnitude of the group to the largest of the format.
 
-For latents the squared error matters, and codes of two bits spaced between the extremes of a group waste it. With
+If the squared error matters, as for latents, 2-bit codes spaced between the extremes of a group are a poor choice. With
 `clip` the range of a group is narrowed to the one of five candidates with the least squared error.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.

@@ -37,7 +37,7 @@ class QuantizedLatentEntry(LatentEntry):
         return TokenFormat((*self.latent_runs, *self.rope_runs))
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the rank, the runs or the first tokens."""
+        """Validate the rank, the runs and the number of first tokens."""
         if self.kv_lora_rank < 1:
             return "kv_lora_rank must be at least 1"
         if self.codes is not None:

@@ -34,7 +34,7 @@ class QuantizedLowRankEntry(LowRankEntry):
         return TokenFormat(self.latent_runs)
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the blocks, shared latents, the runs or the first tokens."""
+        """Validate the blocks, shared latents, the runs and the number of first tokens."""
         if self.codes or self.streaming or self.window:
             return "packed rows have no codes, streaming blocks or window"
         if self.first_tokens < 0:

@@ -30,7 +30,7 @@ class StreamingLatentEntry(LatentEntry):
     streaming: Streaming
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Return the error of the window, the rank or the codes."""
+        """Validate the window, the rank and the codes."""
         window = window_problem(self.streaming.sinks, self.streaming.recent)
         return window or super().problem(config, index, entries)
 

@@ -35,7 +35,7 @@ class TokenCacheLayer(CompactLayer):
     is_croppable = True
 
     def __init__(self, packed_bytes: int, channels: int, first: int) -> None:
-        """`packed_bytes`: bytes of a token's `channels`; `first`: tokens that stay in full precision."""
+        """Make an empty layer of `packed_bytes` for a token's `channels`; `first` tokens stay in full precision."""
         super().__init__()
         self.packed_bytes, self.channels, self.first = packed_bytes, channels, first
         self.padding: LeftPadding | None = None

@@ -21,7 +21,7 @@ class TokenCodes:
     """
 
     def __init__(self, format: str, group: int) -> None:
-        """`format` of a code: int8, int4, int3, int2 or fp8; `group`: most channels that share a scale.
+        """Set `format` (int8, int4, int3, int2 or fp8) and `group`, the most channels that share a scale.
 
         Raises:
             ValueError: another format, or a group below 1.

@@ -75,7 +75,7 @@ class TokenFormat:
 
 
 def runs_problem(runs: Runs, channels: int) -> str | None:
-    """Return why runs do not describe `channels` channels; None if they do."""
+    """Check that runs describe `channels` channels; return an error message, or None if they do."""
     for pattern, count in runs:
         if pattern not in PATTERNS:
             return f"pattern {pattern!r} is none of {', '.join(PATTERNS)}"
