@@ -185,7 +185,6 @@ def _check_attention_layers(config: PreTrainedConfig) -> None:
 
 
 def _family_problem(config: PreTrainedConfig, entry: LayerEntry) -> str | None:
-    """Return the reason why a family does not support the attention of an entry; None if it does."""
     if caches_latents(config) != (entry.kind == "cross_layer_mla"):
         return f"{entry.kind}, and the base model's own is {'MLA' if caches_latents(config) else 'none'}"
     if config.base_model_type in LEARNED_SINKS and entry.streams:

@@ -57,11 +57,9 @@ class DocumentAttention(nn.Module):
         return _joined(outputs, documents, 1), None if weights[0] is None else _joined(weights, documents, 2)
 
     def _new_cache(self) -> Cache:
-        """Make an empty cache for this layer alone."""
         return Cache(layers=[self.new_layer(training=self.training)] * (self.layer_idx + 1))
 
     def _of_document(self, row: slice, span: slice, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Slice the keyword arguments of a call for one document."""
         call = {name: value for name, value in kwargs.items() if name not in self.left_out}
         for name in self.by_token:
             if call.get(name) is not None:

@@ -270,7 +270,6 @@ class LowRankAttention(Accelerated, nn.Module):
         return take(torch.cat((full, out), dim=2), sorted(range(len(order)), key=order.__getitem__), 2)
 
     def _part(self, entry: LowRankEntry, numbers: list[int]) -> _Part:
-        """Return the part with the entry's blocks at these indices."""
         keys = [head for number in numbers for head in entry.blocks[number].keys]
         values = [head for number in numbers for head in entry.blocks[number].values]
         heads, size = sorted(keys), self.num_key_value_groups

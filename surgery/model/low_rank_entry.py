@@ -100,7 +100,6 @@ class LowRankEntry(LayerEntry):
         return None
 
     def _sharing_problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
-        """Validate the earlier layers whose latents this one reads."""
         first = index - self.shared_layers
         if first < 0 or (self.shared_layers and len(self.blocks) > 1):
             return "shared_layers needs that many layers before it, and one block"
