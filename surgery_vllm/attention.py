@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
         if gains:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_proj = ReplicatedLinear(hidden, gains * self.head_dim, bias=bias, prefix=f"{prefix}.k_proj")
-            self.gains = self._own_gains(heads // gains)
+            self.gains = self._local_gains(heads // gains)
         inv_freq = torch.tensor(latent.rope_inv_freq, dtype=torch.float32)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         scale = self.head_dim**-0.5
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         key = self.k_proj(hidden_states)[0].unflatten(-1, (self.key_gains, self.head_dim)).float()
         return torch.rsqrt(key.square().mean(dim=-1) + self.latent.key_norm_eps).to(hidden_states.dtype)
 
-    def _own_gains(self, heads_of_gain: int) -> slice:
+    def _local_gains(self, heads_of_gain: int) -> slice:
         """Return the slice of the gains for the heads of this process."""
         if self.heads % heads_of_gain:
             raise ValueError(f"{self.heads} query heads of a process are no whole groups of {heads_of_gain}")

@@ -27,14 +27,14 @@ __all__ = [
     "remote_code_files",
 ]
 
-_OF_FILES = ("PICTURES_AUTO_MAP", "auto_map", "remote_code_files")
+_WITHOUT_CLASSES = ("PICTURES_AUTO_MAP", "auto_map", "remote_code_files")
 """Names that load without the model classes."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _OF_FILES:
+    if name in _WITHOUT_CLASSES:
         from . import remote_code
 
         return getattr(remote_code, name)

@@ -238,15 +238,15 @@ def family_attention_class(own: type[nn.Module], family: type[nn.Module]) -> typ
 
 
 def _reduce(module: nn.Module) -> tuple:
-    return _unpickled, _named(type(module)), module.__dict__
+    return _unpickled, _importable_bases(type(module)), module.__dict__
 
 
-def _named(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
+def _importable_bases(cls: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     """Return the classes, importable by name, that a class was combined from; itself, if importable."""
     if vars(cls).get("__reduce__") is not _reduce:
         return (cls,)
     own, family = cls.__bases__
-    return (own, *_named(family))
+    return (own, *_importable_bases(family))
 
 
 def _unpickled(*classes: type[nn.Module]) -> nn.Module:

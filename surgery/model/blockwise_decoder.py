@@ -124,7 +124,7 @@ class BlockwiseDecoder(nn.Module):
             ValueError: a cache of another kind.
         """
         layers, cached = self.cache_layers(), cache.layers
-        if len(cached) == len(layers) and all(map(_alike, cached, layers)):
+        if len(cached) == len(layers) and all(map(_equivalent, cached, layers)):
             return
         if type(cache) is not DynamicCache or cache.offloading or not is_empty(cache):
             raise ValueError(
@@ -159,7 +159,7 @@ def kv_cache_bytes(
     return total
 
 
-def _alike(layer: CacheLayerMixin, expected: CacheLayerMixin) -> bool:
+def _equivalent(layer: CacheLayerMixin, expected: CacheLayerMixin) -> bool:
     if not isinstance(expected, GroupLayer):
         return type(layer) is type(expected)
     return type(layer) is GroupLayer and layer.settings() == expected.settings()

@@ -92,7 +92,7 @@ class BlockwiseRows:
         self._latent = _Section(latent_runs, 0)
         self._rope = _Section(rope_runs, TokenFormat(latent_runs).row_bytes)
         self._inv_freq = inv_freq.double()[self._rope.channels[0::2] // 2]
-        self._turns = self._turned(torch.arange(BLOCK))
+        self._turns = self._rotations(torch.arange(BLOCK))
 
     def attend(
         self,
@@ -144,7 +144,7 @@ class BlockwiseRows:
             if not start:
                 values.scatter_(1, index, exact)
             torch.view_as_complex(keys.unflatten(-1, (self._rope.width // 2, 2))).mul_(self._turns[: block.shape[1]])
-            turned = torch.view_as_real(turning * self._turned(places - start)).flatten(-2)
+            turned = torch.view_as_real(turning * self._rotations(places - start)).flatten(-2)
             scores = (torch.cat((content, turned), dim=-1).flatten(1, 2) @ values.mT).unflatten(1, query.shape[1:3])
             if gains is not None:
                 scores = (scores + constant) * gains[..., start : start + size]
@@ -152,7 +152,7 @@ class BlockwiseRows:
         out = sums.result()
         return latent.channel_sums(out, rank) * step[:rank] + offset[:rank]
 
-    def _turned(self, places: Tensor) -> Tensor:
+    def _rotations(self, places: Tensor) -> Tensor:
         """Compute e^{jθ n} [n, ρ/2] of positions [n], in fp64, as complex64."""
         angles = places[:, None].double() * self._inv_freq
         return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)

@@ -66,7 +66,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         self._is_stateful = self.model._is_stateful
         config._experts_implementation = base_config._experts_implementation
         convert_decoder(self.model, config)
-        self._met_device: torch.device | None = None
+        self._hooked_on: torch.device | None = None
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -162,8 +162,8 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Compute logits [B, T, vocab] of input_ids [B, T], only for the last `logits_to_keep` tokens if not 0."""
-        if self._met_device is None and self.on_device is not None and self.device.type == "cuda" and not self.training:
-            self._met_device = self.device
+        if self._hooked_on is None and self.on_device is not None and self.device.type == "cuda" and not self.training:
+            self._hooked_on = self.device
             type(self).on_device(self)
         # Users set these on this model's config; the decoder reads its own.
         kwargs.setdefault("output_attentions", self.config.output_attentions)

@@ -119,10 +119,10 @@ def _connect(decoder: nn.Module) -> None:
         if isinstance(attention, ConvertedAttention):
             attention.connect(decoder, shared_latents)
     if any(getattr(attention, "hands_on", False) for attention in attentions):
-        decoder.register_forward_hook(partial(_forget, shared_latents))
+        decoder.register_forward_hook(partial(_drop_shared_latents, shared_latents))
 
 
-def _forget(shared_latents: dict[int, torch.Tensor], decoder: nn.Module, args: tuple, output: Any) -> None:
+def _drop_shared_latents(shared_latents: dict[int, torch.Tensor], decoder: nn.Module, args: tuple, output: Any) -> None:
     """Drop shared latents after a call, unless gradient checkpointing will recompute layers from them."""
     if not (decoder.training and decoder.is_gradient_checkpointing):
         shared_latents.clear()

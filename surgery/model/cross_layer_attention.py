@@ -69,7 +69,7 @@ class GroupMember(Accelerated, nn.Module):
         key = Reading, layer.block, layer.sinks, layer.window, device
         return once(embeddings[0], key, lambda: layer.reading(queries, device), step=layer.seen)
 
-    def _exchange(
+    def _update_cache(
         self,
         reading: Reading,
         tokens: torch.Tensor,
@@ -167,7 +167,7 @@ class CrossLayerAttention(SharedBasis):
             out = self.kernel(self, query, tokens, biases, attention_mask, cache, real_tokens, reading)
             if out is not None:
                 return self.o_proj(out.reshape(batch, num_tokens, -1)), None
-        tokens, _ = self._exchange(reading, tokens, tokens[..., :0], cache, real_tokens)
+        tokens, _ = self._update_cache(reading, tokens, tokens[..., :0], cache, real_tokens)
 
         query = self._query(hidden_states, all_position_embeddings)
         cos, sin = all_position_embeddings

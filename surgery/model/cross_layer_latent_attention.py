@@ -67,7 +67,7 @@ class CrossLayerLatentAttention(LatentMember, LatentAttention):
         if self.key_norm_eps is not None:
             positional = torch.cat((positional, self._key_irms(hidden_states)), dim=-1)
         reading = self._reading(hidden_states, all_position_embeddings, cache)
-        latent, positional = self._exchange(reading, latent, positional, cache, real_tokens)
+        latent, positional = self._update_cache(reading, latent, positional, cache, real_tokens)
         key_value = self._latent_key_value(latent, positional[:, :, reading.positions])
         out, weights = attend(self, query, *key_value, reading.select(attention_mask), **kwargs)  # [B, T, H, r]
         out = torch.einsum("bthr,hvr->bthv", out, self.value_up)
@@ -117,5 +117,5 @@ class _GroupReads:
 
     def update(self, latent: torch.Tensor, rotated: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Append latents and rotated keys [B, 1, T, ·]; return those of all keys [B, 1, K, r] and [B, 1, K, ρ]."""
-        latent, rotated = self._member._exchange(self._reading, latent, rotated, self._cache, self._real)
+        latent, rotated = self._member._update_cache(self._reading, latent, rotated, self._cache, self._real)
         return latent, rotated[:, :, self._reading.positions]

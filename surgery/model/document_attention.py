@@ -47,19 +47,19 @@ class DocumentAttention(nn.Module):
             for span in spans:
                 if shared_latents is not None:  # latents are shared within a document
                     self.shared_latents = shared_latents.setdefault((row.start, span.start), {})
-                call = self._of_document(row, span, kwargs)
+                call = self._document_arguments(row, span, kwargs)
                 call[CACHE] = self._new_cache()
                 out, own = super().forward(hidden_states[row, span], *args, **call)
                 outputs.append(out)
                 weights.append(own if own is None else pad(own, (span.start, length - span.stop)))
         if shared_latents is not None:
             self.shared_latents = shared_latents
-        return _joined(outputs, documents, 1), None if weights[0] is None else _joined(weights, documents, 2)
+        return _concat(outputs, documents, 1), None if weights[0] is None else _concat(weights, documents, 2)
 
     def _new_cache(self) -> Cache:
         return Cache(layers=[self.new_layer(training=self.training)] * (self.layer_idx + 1))
 
-    def _of_document(self, row: slice, span: slice, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _document_arguments(self, row: slice, span: slice, kwargs: dict[str, Any]) -> dict[str, Any]:
         call = {name: value for name, value in kwargs.items() if name not in self.left_out}
         for name in self.by_token:
             if call.get(name) is not None:
@@ -76,7 +76,7 @@ class DocumentAttention(nn.Module):
         return call
 
 
-def _joined(parts: list[Tensor], documents: Spans, dim: int) -> Tensor:
+def _concat(parts: list[Tensor], documents: Spans, dim: int) -> Tensor:
     """Concatenate the documents of each row along `dim`, and then the rows."""
     rows = iter(parts)
     return torch.cat([torch.cat([next(rows) for _ in spans], dim=dim) for spans in documents])

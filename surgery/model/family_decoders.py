@@ -55,7 +55,7 @@ class SeparateAttention(nn.Module):
         return self.o_proj(out.flatten(2)), weights
 
 
-def _called(name: str) -> property:
+def _alias(name: str) -> property:
     """Make a property that aliases attribute `name`."""
     return property(lambda module: getattr(module, name))
 
@@ -78,7 +78,7 @@ class GPT2Layer(nn.Module):
         "ln_1": "input_layernorm",
         "ln_2": "post_attention_layernorm",
     }
-    ln_1, ln_2 = _called("input_layernorm"), _called("post_attention_layernorm")
+    ln_1, ln_2 = _alias("input_layernorm"), _alias("post_attention_layernorm")
 
     def attn(self, hidden_states: torch.Tensor, **kwargs) -> tuple:
         """Run the attention and its output dropout, which has the same rate as that of the MLP."""
@@ -128,7 +128,7 @@ class NeoXDecoder(RenamedDecoder):
     names: ClassVar[dict[str, str]] = {"embed_in": "embed_tokens", "final_layer_norm": "norm"}
     layer_class = NeoXLayer
     _can_record_outputs: ClassVar[dict[str, type]] = {"hidden_states": NeoXLayer, "attentions": SeparateAttention}
-    embed_in, final_layer_norm = _called("embed_tokens"), _called("norm")
+    embed_in, final_layer_norm = _alias("embed_tokens"), _alias("norm")
 
 
 class GPT2Decoder(RenamedDecoder):
@@ -142,7 +142,7 @@ class GPT2Decoder(RenamedDecoder):
     }
     layer_class = GPT2Layer
     _can_record_outputs: ClassVar[dict[str, type]] = {"hidden_states": GPT2Layer, "attentions": SeparateAttention}
-    wte, wpe, h, ln_f = (_called(name) for name in ("embed_tokens", "embed_positions", "layers", "norm"))
+    wte, wpe, h, ln_f = (_alias(name) for name in ("embed_tokens", "embed_positions", "layers", "norm"))
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)

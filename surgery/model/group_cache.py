@@ -97,7 +97,7 @@ class GroupLayer(CompactLayer):
         self.block, self.sinks, self.window = block, sinks, window
         self.seen = 0
         self._first_piece = 0
-        self._passing: Tensor | None = None  # tokens of the last update, until `settle`
+        self._pending: Tensor | None = None  # tokens of the last update, until `settle`
 
     def settings(self) -> tuple:
         """Return block, sinks, window and the settings of the store."""
@@ -139,8 +139,8 @@ class GroupLayer(CompactLayer):
         if self.keys.shape[-2] + key_states.shape[-2] == sum(self._kept):
             self.keys = append(self.keys, key_states, capacity=self.reserved if self.block is None else 0)
             return self.keys, self.values
-        self._passing = torch.cat([self.keys, key_states], dim=-2)
-        return self._passing, self.values
+        self._pending = torch.cat([self.keys, key_states], dim=-2)
+        return self._pending, self.values
 
     def settle(self, encode: Callable[[Tensor], Tensor]) -> None:
         """Write a complete block, encoded by `encode`, to the store, and drop tokens that no later query reads.
@@ -150,13 +150,13 @@ class GroupLayer(CompactLayer):
         complete = self.seen == self._first_piece if self.block is None else self.seen % self.block == 0
         if complete:
             length = self.block or self._first_piece
-            tokens = self.keys if self._passing is None else self._passing
+            tokens = self.keys if self._pending is None else self._pending
             self.store.write(self.place, encode(tokens[..., -length:, :]))
-        if self._passing is not None:
-            tokens, (sinks, tail) = self._passing, self._kept
+        if self._pending is not None:
+            tokens, (sinks, tail) = self._pending, self._kept
             exact = torch.cat([tokens[..., :sinks, :], tokens[..., tokens.shape[-2] - tail :, :]], dim=-2)
             max_tokens = self.reserved if self.block is None else self.sinks + self.window + self.block
-            self.keys, self._passing = refill(self.keys, exact, max_size=max_tokens), None
+            self.keys, self._pending = refill(self.keys, exact, max_size=max_tokens), None
 
     def predicted_bytes(
         self,
@@ -197,7 +197,7 @@ class GroupLayer(CompactLayer):
 
     def reset(self) -> None:
         """Drop all tokens."""
-        self.keys = self.values = self._passing = None
+        self.keys = self.values = self._pending = None
         self.seen = self._first_piece = 0
         self.is_initialized = False
         if self.place == 0:

@@ -24,7 +24,7 @@ class GroupStore:
 
     reserved = 0
     """Tokens to allocate memory for at once."""
-    _kept: tuple[str, ...] = ()  # attributes that hold a tensor with the batch as first dimension, or None
+    _tensors: tuple[str, ...] = ()  # attributes that hold a tensor with the batch as first dimension, or None
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
@@ -67,13 +67,13 @@ class GroupStore:
     def reset(self) -> None:
         """Drop all tokens."""
         self._pending = []
-        for name in self._kept:
+        for name in self._tensors:
             setattr(self, name, None)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change`, which acts on dimension 0, to all tensors with a batch dimension."""
         self._pending = [change(tokens) for tokens in self._pending]
-        for name in self._kept:
+        for name in self._tensors:
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
 
@@ -90,7 +90,7 @@ class SharedCodes(GroupStore):
         codes: latents [B, 1, S, r].
     """
 
-    _kept = ("codes",)
+    _tensors = ("codes",)
 
     def __init__(self, layers: int, rank: int) -> None:
         super().__init__(layers)
@@ -129,7 +129,7 @@ class PromptBasis(GroupStore):
         key_up, value_up: bases [B, W, width, rank].
     """
 
-    _kept = ("key_codes", "value_codes", "key_up", "value_up")
+    _tensors = ("key_codes", "value_codes", "key_up", "value_up")
 
     def __init__(self, layers: int, key_width: int, key_rank: int, value_rank: int) -> None:
         """Make an empty store; the first `key_width` elements of a token are keys."""
@@ -156,8 +156,8 @@ class PromptBasis(GroupStore):
     def _encode(self, blocks: list[Tensor]) -> None:
         stacked = torch.stack(blocks, dim=2).squeeze(1)  # [B, W, S, n]
         keys, values = stacked[..., : self.key_width], stacked[..., self.key_width :]
-        self.key_codes, self.key_up = _leading(keys, self.key_rank)
-        self.value_codes, self.value_up = _leading(values, self.value_rank)
+        self.key_codes, self.key_up = _leading_basis(keys, self.key_rank)
+        self.value_codes, self.value_up = _leading_basis(values, self.value_rank)
 
 
 class MergedPairs(GroupStore):
@@ -176,7 +176,7 @@ class MergedPairs(GroupStore):
         exact_slots: positions of unmerged tokens, int32 [B, 2, blocks · kept], for keys and for values.
     """
 
-    _kept = ("directions", "norms", "exact", "exact_slots")
+    _tensors = ("directions", "norms", "exact", "exact_slots")
 
     def __init__(self, heads: int, key_width: int, block: int, kept: int, interpolation: float) -> None:
         """Make an empty store; `kept` tokens of each `block` stay unmerged, `interpolation` is t."""
@@ -252,7 +252,7 @@ def slerp(first: Tensor, second: Tensor, t: float) -> tuple[Tensor, Tensor]:
     return (before * x + after * y).to(first.dtype), angle.squeeze(-1)
 
 
-def _leading(layers: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _leading_basis(layers: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Project tokens of W layers [B, W, S, d] onto a common basis [B, W, d, r]; return latents [B, 1, S, r] first."""
     _, count, tokens, dim = layers.shape
     stacked = layers.transpose(1, 2).flatten(2).double()  # [B, S, W·d]

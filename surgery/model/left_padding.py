@@ -82,7 +82,7 @@ def set_padding(cache: Cache, mask: Tensor | None, rows: int | None = None) -> L
     layer_padding = next((layer.padding for layer in layers if layer.padding is not None), None)
     if mask is None:
         if rows is not None and layer_padding is None and not past_length:
-            _tell(layers, LeftPadding([0] * rows))
+            _assign(layers, LeftPadding([0] * rows))
         return None
     if getattr(mask, "ndim", None) != 2:
         raise ValueError("the attention mask is a prepared one: with sinks and a window it must be [batch, tokens]")
@@ -94,7 +94,7 @@ def set_padding(cache: Cache, mask: Tensor | None, rows: int | None = None) -> L
             raise ValueError("the attention mask has padding after a row's first token: pad on the left")
         return None
     padding = LeftPadding.of_mask(mask)
-    _tell(layers, padding)
+    _assign(layers, padding)
     return padding
 
 
@@ -122,7 +122,7 @@ def layer_of(
     return layer
 
 
-def _tell(layers: list, padding: LeftPadding) -> None:
+def _assign(layers: list, padding: LeftPadding) -> None:
     for layer in layers:
         layer.padding = padding
 

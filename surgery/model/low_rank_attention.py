@@ -200,12 +200,12 @@ class LowRankAttention(Accelerated, nn.Module):
         if self.streaming:
             new = HybridLayer(PlainLayer(), StreamingLayer(self.streaming.sinks, self.streaming.recent))
             layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
-            out = self._in_two_parts(query, latent, attention_mask, layer, axis_positions, **kwargs)
+            out = self._attend_streaming(query, latent, attention_mask, layer, axis_positions, **kwargs)
             return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
 
         exact = visible = layer = None
         if self.window:
-            exact = self._exact(hidden_states)
+            exact = self._full_precision(hidden_states)
             new = ExactWindowLayer(self.exact_sinks, self.window)
             layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         if self.kernel is not None and axis_positions is None:
@@ -228,7 +228,7 @@ class LowRankAttention(Accelerated, nn.Module):
             exact_key = self._rotated(exact_key.transpose(1, 2), exact_slots, axis_positions)
             key = torch.cat((key, exact_key), dim=2)
             value = torch.cat((value, exact_value.transpose(1, 2)), dim=2)
-            attention_mask = visible_mask(self, self._both(attention_mask, visible, slots, places, layer), query.dtype)
+            attention_mask = visible_mask(self, self._mask(attention_mask, visible, slots, places, layer), query.dtype)
 
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
         if self.window and weights is not None:  # add up a token's rebuilt and full-precision columns
@@ -237,7 +237,7 @@ class LowRankAttention(Accelerated, nn.Module):
             weights = weights.scatter_add(-1, columns, exact_weights)
         return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), weights
 
-    def _in_two_parts(
+    def _attend_streaming(
         self,
         query: torch.Tensor,
         latent: torch.Tensor,
@@ -274,7 +274,7 @@ class LowRankAttention(Accelerated, nn.Module):
         values = [head for number in numbers for head in entry.blocks[number].values]
         heads, size = sorted(keys), self.num_key_value_groups
         queries = [head * size + place for head in heads for place in range(size)]
-        return _Part(numbers, heads, queries, _places(keys), _places(values))
+        return _Part(numbers, heads, queries, _order(keys), _order(values))
 
     def _cached(self, latent: torch.Tensor, cache: Cache | None, left_padding: LeftPadding | None) -> torch.Tensor:
         """Cache new latents [B, 1, T, r]; return the latents of all tokens [B, 1, S, r]."""
@@ -303,7 +303,7 @@ class LowRankAttention(Accelerated, nn.Module):
         """Up-project the latents [B, S, ·] of blocks to heads in order, without bias [B, ·, S, d]."""
         return take(up(latents).unflatten(-1, (-1, self.head_dim)), order, 2).transpose(1, 2)
 
-    def _exact(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _full_precision(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute the source's keys (normalized, not rotated) and values [B, 1, T, 2·G·d]."""
         key = self.k_proj(hidden_states)
         if self.k_norm is not None:
@@ -332,7 +332,7 @@ class LowRankAttention(Accelerated, nn.Module):
         mask = mask[..., : len(places)]
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
-    def _both(
+    def _mask(
         self,
         mask: torch.Tensor | None,
         visible: torch.Tensor,
@@ -353,6 +353,6 @@ class LowRankAttention(Accelerated, nn.Module):
         return once(visible if mask is None else mask, key, make)
 
 
-def _places(heads: list[int]) -> list[int] | None:
+def _order(heads: list[int]) -> list[int] | None:
     """Return the index of each head, ascending, in `heads`; None if they are in order."""
     return None if heads == sorted(heads) else sorted(range(len(heads)), key=heads.__getitem__)

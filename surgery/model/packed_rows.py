@@ -40,7 +40,7 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
         if call.get("attention_mask") is not None or keeps_cache(decoder, call):
             raise ValueError("several documents a row: pass use_cache=False, and no attention mask")
         return [list(row) for row in documents]
-    row_starts = _told_starts(call, rows, length, tokens.device)
+    row_starts = _document_starts(call, rows, length, tokens.device)
     if row_starts is not None and call.get("position_ids") is None:
         call["position_ids"] = _positions(row_starts)
     positions = _text_positions(call.get("position_ids"))
@@ -78,7 +78,7 @@ def new_tokens(call: Call) -> Tensor:
     return call["input_ids"] if call.get("inputs_embeds") is None else call["inputs_embeds"]
 
 
-def _told_starts(call: Call, rows: int, length: int, device: torch.device) -> Tensor | None:
+def _document_starts(call: Call, rows: int, length: int, device: torch.device) -> Tensor | None:
     """Return the first tokens of documents, bool [B, T], from the arguments of varlen kernels; None without them."""
     if (number := call.get("seq_idx")) is not None:
         starts = torch.ones(rows, length, dtype=torch.bool, device=device)
