@@ -47,12 +47,12 @@ class LatentAttention(nn.Module):
         prefix: str,
     ):
         super().__init__()
-        ranks, heads = get_tensor_model_parallel_world_size(), config.num_attention_heads
-        if heads % ranks:
-            raise ValueError(f"{heads} query heads do not divide over {ranks} processes")
+        world_size, heads = get_tensor_model_parallel_world_size(), config.num_attention_heads
+        if heads % world_size:
+            raise ValueError(f"{heads} query heads do not divide over {world_size} processes")
         hidden, width = config.hidden_size, latent.kv_lora_rank + latent.rope_dim
         gains = self.key_gains = latent.key_gains(config)
-        self.heads = heads // ranks
+        self.heads = heads // world_size
         self.head_dim = getattr(config, "head_dim", None) or hidden // heads
         self.latent = latent
 
@@ -124,8 +124,8 @@ class LatentAttention(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the layer's tensors; of up-projections only the heads of this process."""
         first = self.heads * get_tensor_model_parallel_rank()
-        mine = slice(first, first + self.heads)
-        weights = [(name, tensor[mine] if name in ("query_up", "value_up") else tensor) for name, tensor in weights]
+        local = slice(first, first + self.heads)
+        weights = [(name, tensor[local] if name in ("query_up", "value_up") else tensor) for name, tensor in weights]
         # The loader would silently drop a bias that the layer does not have.
         unknown = {name for name, _ in weights} - self.state_dict().keys()
         if unknown:
@@ -170,9 +170,9 @@ class QuantizedLatentAttention(LatentAttention):
                 query, lambda latent_query: attend_latents(latent_query.to(vectors.dtype), vectors, span)
             )
         up, rank, width = self.query_up, self.latent.kv_lora_rank, self.query_up.shape[-1]
-        vectors, each = vectors[:, : span.longest], self.heads // self.order.heads
-        key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up[::each].to(vectors.dtype))
-        value = torch.einsum("bsr,kvr->bksv", vectors[..., :rank], self.value_up[::each].to(vectors.dtype))
+        vectors, group_size = vectors[:, : span.longest], self.heads // self.order.heads
+        key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up[::group_size].to(vectors.dtype))
+        value = torch.einsum("bsr,kvr->bksv", vectors[..., :rank], self.value_up[::group_size].to(vectors.dtype))
         if self.gains is not None:
             gains = vectors[..., width:][..., self.gains].mT.unsqueeze(-1)
             key = key * gains.repeat_interleave(key.shape[1] // gains.shape[1], dim=1)

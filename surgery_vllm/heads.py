@@ -34,8 +34,8 @@ class HeadGroup(Attention):
     ):
         layers, number = attention_of_layers(config), extract_layer_index(prefix)
         layer, name = layers[number], f"{prefix}.{kind}"
-        heads = {"full": [one.full_heads for one in layers], "streaming": [one.streaming_heads for one in layers]}
-        owner = next(one for one, count in enumerate(heads[kind]) if count)
+        heads = {"full": [each.full_heads for each in layers], "streaming": [each.streaming_heads for each in layers]}
+        owner = next(index for index, count in enumerate(heads[kind]) if count)
         first, count = sum(heads[kind][:number]), heads[kind][number]
         super().__init__(
             num_heads=query_heads,

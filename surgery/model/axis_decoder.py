@@ -33,11 +33,11 @@ class AxisDecoder(FamilyDecoder):
         """
         with torch.device("cpu"):  # the decoder may be on the meta device
             rotary: nn.Module = type(self.rotary_emb)(self.config)
-            one = torch.eye(AXES, dtype=torch.long)[:, :, None]  # row r is at position 1 of axis r alone
-            _, sin = rotary(torch.zeros(1, dtype=torch.float64), one)
+            unit = torch.eye(AXES, dtype=torch.long)[:, :, None]  # row r is at position 1 of axis r alone
+            _, sin = rotary(torch.zeros(1, dtype=torch.float64), unit)
         axes = sin[:, 0, : len(rotary.inv_freq)].abs().argmax(dim=0).tolist()
-        of = dict(zip(rotary.inv_freq.tolist(), axes, strict=True)) | {0.0: 0}
-        return [of[frequency] for frequency in frequencies] if of.keys() >= set(frequencies) else None
+        axis_of = dict(zip(rotary.inv_freq.tolist(), axes, strict=True)) | {0.0: 0}
+        return [axis_of[each] for each in frequencies] if axis_of.keys() >= set(frequencies) else None
 
     @takes_cache
     def forward(

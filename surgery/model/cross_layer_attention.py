@@ -73,24 +73,24 @@ class GroupMember(Accelerated, nn.Module):
         self,
         reading: Reading,
         tokens: torch.Tensor,
-        beside: torch.Tensor,
+        extra: torch.Tensor,
         cache: Cache | None,
         real: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens [B, 1, T, n] to the cache; return the tokens of all keys [B, 1, K, n], and all of `beside`.
+        """Append tokens [B, 1, T, n] to the cache; return the tokens of all keys [B, 1, K, n], and all of `extra`.
 
-        `beside` [B, 1, T, ·], further elements of each token, is cached unchanged. `real` [B, T] is false at padding,
+        `extra` [B, 1, T, ·], further elements of each token, is cached unchanged. `real` [B, T] is false at padding,
         whose tokens are set to zero so that they do not affect a basis.
         """
         layer = self._group_layer(cache)
         if real is not None:
             tokens = tokens * real[:, None, :, None].to(tokens.dtype)
-        exact, beside = cache.update(tokens, beside, self.layer_idx)
+        exact, extra = cache.update(tokens, extra, self.layer_idx)
         read = exact
         if reading.rebuilt[0] < reading.rebuilt[1]:
             read = torch.cat([self.decode(layer.store.read(self.place, *reading.rebuilt)), exact], dim=-2)
         layer.settle(self.encode)
-        return read, beside
+        return read, extra
 
 
 class SharedBasis(GroupMember):

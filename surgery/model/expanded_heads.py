@@ -46,14 +46,14 @@ def attend_expanded(
     num_tokens = query.shape[2]
     cos, sin = angles[0][..., order.pairs], angles[1][..., order.pairs]
     query = _rotated(order, query[..., order.channels], cos[..., -num_tokens:, :], sin[..., -num_tokens:, :])
-    each = module.num_heads // order.heads
-    key_up, value_up = module.query_up[::each, order.channels], module.value_up[::each]
+    group_size = module.num_heads // order.heads
+    key_up, value_up = module.query_up[::group_size, order.channels], module.value_up[::group_size]
     key = _rotated(order, torch.einsum("bsc,kdc->bksd", latents[:, 0], key_up), cos, sin)
     value = torch.einsum("bsr,kvr->bksv", latents[:, 0, :, : value_up.shape[-1]], value_up)
     for gain in gains:
         gain = gain.permute(0, 3, 2, 1)
         key = key * gain.repeat_interleave(key.shape[1] // gain.shape[1], dim=1)
-    return attend(_WithGroups(module, each), query, key, value, mask, **kwargs)
+    return attend(_WithGroups(module, group_size), query, key, value, mask, **kwargs)
 
 
 def _rotated(order: HeadPairs, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

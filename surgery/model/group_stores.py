@@ -227,8 +227,8 @@ class MergedPairs(GroupStore):
             exact.append([b[..., span].gather(2, index.expand(-1, 1, -1, b[..., span].shape[-1])) for b in blocks])
         self._append("directions", torch.cat(directions, dim=-1), tokens)
         self._append("norms", torch.cat([*norms[0], *norms[1]], dim=-1), tokens)
-        of_layers = [torch.cat(layers, dim=-1) for layers in zip(*exact, strict=True)]
-        self._append("exact", torch.cat(of_layers, dim=1), tokens)
+        by_layer = [torch.cat(layers, dim=-1) for layers in zip(*exact, strict=True)]
+        self._append("exact", torch.cat(by_layer, dim=1), tokens)
         self._append("exact_slots", torch.stack(slots, dim=1), tokens, dim=-1)
 
     def _spans(self, width: int) -> tuple[slice, slice]:
@@ -247,9 +247,9 @@ def slerp(first: Tensor, second: Tensor, t: float) -> tuple[Tensor, Tensor]:
     sine = angle.sin()
     small = sine < 1e-4
     safe = sine.masked_fill(small, 1)
-    before = (((1 - t) * angle).sin() / safe).masked_fill(small, 1 - t)
-    after = ((t * angle).sin() / safe).masked_fill(small, t)
-    return (before * x + after * y).to(first.dtype), angle.squeeze(-1)
+    first_weight = (((1 - t) * angle).sin() / safe).masked_fill(small, 1 - t)
+    second_weight = ((t * angle).sin() / safe).masked_fill(small, t)
+    return (first_weight * x + second_weight * y).to(first.dtype), angle.squeeze(-1)
 
 
 def _leading_basis(layers: Tensor, rank: int) -> tuple[Tensor, Tensor]:

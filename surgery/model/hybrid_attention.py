@@ -80,8 +80,8 @@ class HybridAttention(Accelerated, GroupedAttention):
         out, weights = [], None
         if full:
             full_states = layer.full.update(key[:, :full], value[:, :full])
-            of_full, weights = attend(self, self._queries(query, 0, full), *full_states, attention_mask, **kwargs)
-            out.append(of_full)
+            full_out, weights = attend(self, self._queries(query, 0, full), *full_states, attention_mask, **kwargs)
+            out.append(full_out)
             del full_states
         if full < self.num_kv_heads:
             weights = None
@@ -109,8 +109,8 @@ class HybridAttention(Accelerated, GroupedAttention):
                 )
             if self.compensated_heads:
                 states = piece.keys[:, plain:], piece.values[:, plain:]
-                of_these = self._queries(queries, compensated, self.num_kv_heads)
-                heads.append(self._compensated(of_these, *states, piece.visible, layer.take_dropped(), **kwargs))
+                last_queries = self._queries(queries, compensated, self.num_kv_heads)
+                heads.append(self._compensated(last_queries, *states, piece.visible, layer.take_dropped(), **kwargs))
             out.append(torch.cat(heads, dim=2))
         return torch.cat(out, dim=1)
 

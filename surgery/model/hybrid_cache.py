@@ -194,12 +194,12 @@ class StreamingLayer(SinkWindowLayer):
         key = StreamingLayer._drop, self.sinks, self.recent, start, leaving, self.seen
         counted, indices, count = once(rows, key, counts, step=first)
         means, sums = [], []
-        for tokens, before in ((keys, self.key_sums), (values, self.value_sums)):
+        for tokens, old in ((keys, self.key_sums), (values, self.value_sums)):
             tokens = tokens[:, -self.compensated :, offset : offset + leaving].to(_wide(tokens.dtype))
-            if before is None:
-                before = tokens.new_zeros(*tokens.shape[:2], tokens.shape[-1])
-            running = torch.cat([before[..., None, :], tokens * counted], dim=-2).cumsum(dim=-2)
-            sums.append(refill(before, running[..., -1, :], dim=-1, max_size=tokens.shape[-1]))
+            if old is None:
+                old = tokens.new_zeros(*tokens.shape[:2], tokens.shape[-1])
+            running = torch.cat([old[..., None, :], tokens * counted], dim=-2).cumsum(dim=-2)
+            sums.append(refill(old, running[..., -1, :], dim=-1, max_size=tokens.shape[-1]))
             means.append(running[..., indices, :] / count.clamp(min=1)[:, None, :, None])
         self.key_sums, self.value_sums = sums
         return Dropped(*means, count)

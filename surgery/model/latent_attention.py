@@ -63,10 +63,10 @@ class LatentRotaryEmbedding(nn.Module):
         """Compute cos and sin [B, 1, T, ρ/2] in fp32 of position_ids [B, T], or [A, B, T] with A axes."""
         if position_ids.ndim == 3 and self.axes is None:
             raise ValueError("positions of several axes: some rope_inv_freq are no frequencies of the family")
-        of_pairs = position_ids[..., None]
+        positions = position_ids[..., None]
         if position_ids.ndim == 3:
-            of_pairs = take(position_ids, self.axes, 0).permute(1, 2, 0)
-        angles = of_pairs[:, None].float() * self.inv_freq
+            positions = take(position_ids, self.axes, 0).permute(1, 2, 0)
+        angles = positions[:, None].float() * self.inv_freq
         return angles.cos(), angles.sin()
 
 

@@ -53,13 +53,13 @@ def quantize(values: Tensor, format: str, dim: int, *, clip: bool = False) -> tu
         error = _squared_error(exact, codes, scale, zero, dim)
         for share in CLIPS[1:]:
             middle, half = (greatest + least) / 2, (greatest - least) * (share / 2)
-            other = _evenly_spaced(exact, middle - half, middle + half, format, values.dtype)
-            its_error = _squared_error(exact, *other, dim)
-            better = its_error < error
+            candidate = _evenly_spaced(exact, middle - half, middle + half, format, values.dtype)
+            candidate_error = _squared_error(exact, *candidate, dim)
+            better = candidate_error < error
             codes, scale, zero = (
-                torch.where(better, new, old) for new, old in zip(other, (codes, scale, zero), strict=True)
+                torch.where(better, new, old) for new, old in zip(candidate, (codes, scale, zero), strict=True)
             )
-            error = torch.minimum(error, its_error)
+            error = torch.minimum(error, candidate_error)
     return codes.to(torch.uint8), scale, zero
 
 

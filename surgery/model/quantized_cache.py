@@ -134,8 +134,8 @@ class QuantizedKVLayer(CompactLayer):
         if self.value_format == EXACT:
             self.value_codes = ExactTokens(self.values, reserved=self._quantized(self.reserved))
         else:
-            of_values = {"by_channel": False, "reserved": options["reserved"]}
-            self.value_codes = GroupedCodes(self.values, self.value_format, self.group, **of_values)
+            value_options = {"by_channel": False, "reserved": options["reserved"]}
+            self.value_codes = GroupedCodes(self.values, self.value_format, self.group, **value_options)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

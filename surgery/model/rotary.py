@@ -30,9 +30,9 @@ def rotary_of(decoder: nn.Module) -> nn.Module:
 def connect_rotary(attention: nn.Module, decoder: nn.Module) -> None:
     """Store a decoder's rotary embedding on an attention module, in a tuple so that it is not registered as a child."""
     # Some families have separate frequencies for each layer type, and pass the type.
-    of_type = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
+    arguments = {"layer_type": kind} if (kind := getattr(attention, "rope_of", None)) else {}
     rotary = rotary_of(decoder)
-    attention.rotary = (partial(rotary, **of_type) if of_type else rotary,)
+    attention.rotary = (partial(rotary, **arguments) if arguments else rotary,)
 
 
 def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
