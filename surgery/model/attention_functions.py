@@ -147,7 +147,7 @@ class ConvertedAttention:
 
 
 class Accelerated(ConvertedAttention):
-    """Mixin of attention modules whose decoding a fused kernel can replace.
+    """Mixin of attention modules whose attention a fused kernel can compute.
 
     Attributes:
         kernel: set by `surgery.accelerate`, never saved; None runs the module's own code. It is called with the module

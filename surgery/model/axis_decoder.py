@@ -1,4 +1,4 @@
-"""Decoders with multi-axis RoPE, whose pairs rotate by positions in time, height or width, as in Qwen-VL.
+"""Decoders with multi-axis RoPE, whose pairs rotate by positions in time, height or width, as in Qwen's models.
 
 Text tokens have three equal positions. Image tokens have different ones, which do not follow from their index in the
 cache. Attention that rotates keys when it reads them needs the positions of all tokens. They are stored on the cache,
@@ -27,7 +27,7 @@ class AxisDecoder(FamilyDecoder):
     """
 
     def axes_of(self, frequencies: tuple[float, ...]) -> list[int] | None:
-        """Return the position axis of the pair of each frequency; None if some are no frequencies of the family.
+        """Return the position axis of each frequency's pair; None if the family lacks one of the frequencies.
 
         Frequency 0, without rotation, gets axis 0.
         """

@@ -101,7 +101,7 @@ class CompactLayer(CacheLayerMixin):
             )
 
     def offload(self) -> None:
-        """Raise ValueError: unsupported."""
+        """Raise ValueError: offloading is not supported."""
         raise ValueError(f"{self.form} cannot be offloaded: use a cache without offloading")
 
 

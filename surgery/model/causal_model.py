@@ -76,7 +76,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         return cache_layers(self.config)
 
     def reserved_cache(self, tokens: int) -> Cache:
-        """Make an empty cache that allocates memory for `tokens` tokens of each row at once and does not move it.
+        """Make an empty cache with memory for `tokens` tokens of each row, which stays in place until it is full.
 
         A plain cache becomes a `StaticCache`, which holds no more tokens; all other caches can grow beyond `tokens`.
         """

@@ -49,7 +49,7 @@ class ExactWindowLayer(CompactLayer):
         return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Predict the bytes after an update; it returns copies of full-precision tokens and of quantized latents."""
+        """Predict the bytes after an update, which copies full-precision tokens and dequantizes quantized latents."""
         exact = exact_window_tokens(*self.exact.settings(), past_length) + new
         latents = 0 if type(self.latents) is PlainLayer else past_length + new
         read = latents * cached.key_dim + exact * cached.value_dim

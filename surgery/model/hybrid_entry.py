@@ -19,7 +19,7 @@ class HybridEntry(GroupedEntry):
         full_heads: KV heads that see all tokens; they come first.
         compensated_heads: the last streaming heads, with a compensation token for dropped tokens (see `hybrid_cache`).
         sinks, recent: first and last tokens that streaming heads see, the query's own included.
-        head_order: the source's KV head at each index; informational.
+        head_order: the source's KV head at each index; a record that the model does not read.
     """
 
     kind = "hybrid"

@@ -326,7 +326,7 @@ class LowRankAttention(Accelerated, nn.Module):
         return self.rotate(heads, *rotary(heads, slots))
 
     def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the mask of keys that are visible in either form, bool [B or 1, 1, T, S]."""
+        """Return the mask of keys that are visible, rebuilt or in full precision, bool [B or 1, 1, T, S]."""
         if mask is None:
             return (slots[:, None] >= places)[None, None]
         mask = mask[..., : len(places)]

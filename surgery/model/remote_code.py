@@ -1,6 +1,6 @@
 """Remote code files of a checkpoint of the custom model classes, with which it loads without this package.
 
-`auto_map` in config.json names a class of an entry module: the smallest one that imports all modules that the config
+`auto_map` in config.json names a class of an entry module: the smallest one that imports all parts that the config
 needs. The files are the relative imports of that module, collected by transformers' own functions, so that
 `save_pretrained` writes the same files.
 """
@@ -31,7 +31,7 @@ ENTRIES = (
     "modeling_surgery_mixed",
     "modeling_surgery",
 )
-"""Entry modules of causal models, smallest first; the last one imports all modules."""
+"""Entry modules of causal models, in the order of the search; the last one imports all parts."""
 
 PICTURES_AUTO_MAP = {
     "AutoConfig": "configuration_surgery_pictures.SurgeryPicturesConfig",
