@@ -6,6 +6,7 @@ from functools import cache
 import own_models
 import pytest
 import torch
+import written_models
 from config_files import edit_config
 from tiny_models import SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from surgery.bench import models as bench_models
 from surgery.console.inspection import show_inspection
 from surgery.eval.kv_cache import cache_bytes
+from surgery.inspection.converted import _by_kind
 from surgery.inspection.inspect import CONTEXTS, inspect_checkpoint
 from surgery.structures.mla.bench import stock_mla
 from surgery.structures.registry import TARGETS
@@ -196,6 +198,20 @@ def test_a_converted_checkpoint_says_what_it_caches(kind, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "surgery over llama" in output
     assert ("keys rebuilt from latents of 32" if kind == "low_rank" else "latent of 16 and 16 rotary") in output
+
+
+def test_layers_that_share_a_cache_have_no_bytes_of_their_own(tmp_path):
+    model = written_models.copy_of("cross_layer_static")
+    model.save_pretrained(tmp_path)
+    inspection = inspect_checkpoint(tmp_path)
+    assert inspection.kv["bytes_at"][CONTEXTS[-1]] == model.kv_cache_bytes(1, CONTEXTS[-1])
+    assert not any("a token" in line for line in inspection.architecture["attention"])
+
+
+def test_many_kinds_of_layers_are_shown_by_ranges():
+    kinds = [f"latents of {size}, {size / 8:g} B a token" for size in (24, 1_000, 32, 40, 48, 56, 64, 64)]
+    assert _by_kind(kinds) == ["8 layers: latents of 24 to 1000, 3 to 125 B a token"]
+    assert _by_kind(kinds[-3:]) == ["1 layer: latents of 56, 7 B a token", "2 layers: latents of 64, 8 B a token"]
 
 
 def test_stock_mla_is_inspected(tmp_path):

@@ -40,8 +40,8 @@ AMERICAN = re.compile(
 """British spellings; the repository is spelled as PyTorch's docs are."""
 LETTERS = re.compile("[A-Za-z]+")
 """Each run of letters is looked at once a file."""
-USERS_NAMES = re.compile(r"dequantised_from|keep[_-]quantised|\"memorised|honours_document_masks")
-"""Names of settings and report fields in users' files, and an attribute of the remote code of old checkpoints."""
+USERS_NAMES = re.compile(r"dequantised_from|keep[_-]quantised|\"memorised|\"(?i:licence)\"|honours_document_masks")
+"""Names of files, settings and report fields that users have, and an attribute of the remote code of old checkpoints."""
 
 PARTICIPLES = {
     *("found", "said", "given", "asked", "wanted", "kept", "told", "seen", "made", "held", "taken", "left"),

@@ -53,7 +53,7 @@ _LOADED = (
     *("normalizer.json", "*.model", "tokenizer.model.v*", "*.tiktoken", "*.spm", "generation_config.json"),
     *("configuration.json", "processor_config.json", "*preprocessor_config.json", "*_processor_config.json"),
 )
-_DOCUMENTS = ("readme", "license", "license", "copying", "notice", "use_policy", "citation", "model_card", "eula")
+_DOCUMENTS = ("readme", "license", "licence", "copying", "notice", "use_policy", "citation", "model_card", "eula")
 _DOCUMENTS += ("acceptable_use", "third_party", "third-party", "thirdparty", "terms_of_use", "system_prompt")
 _DOCUMENT_SUFFIXES = ("", ".md", ".txt", ".rst", ".pdf", ".cff")
 _RECORDS = (REPORT, HEALING, "heal.json", "heal.jsonl")

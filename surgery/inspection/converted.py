@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from typing import Any
 
 from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
@@ -22,6 +22,9 @@ from surgery.running.skeleton import skeleton
 from surgery.running.source import attention_dtype
 
 MODEL_TYPES = (MODEL_TYPE, *LATENT_FAMILIES)
+MOST_KINDS = 6
+"""Lines for the attention of layers that differ."""
+NUMBER = re.compile(r"\d[\d,.]*(?<![,.])")
 
 
 def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict[str, Any]:
@@ -39,11 +42,12 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
     try:
         model = skeleton(stated, dtype)
         bytes_at = dict(zip(contexts, map(kv_bytes_of(reader.config, dtype), contexts), strict=True))
-        by_layer = model.kv_layer_bytes(1, longest)
         entries = layer_entries(stated)
-        kinds = [
-            f"{_kind(entries[layer], model.config)}, {per_token(by_layer[layer] / longest)} a token" for layer in layers
-        ]
+        kinds = [_kind(entries[layer], model.config) for layer in layers]
+        if not model.is_blockwise:  # else layers share a cache
+            by_layer = model.kv_layer_bytes(1, longest)
+            sizes = [per_token(by_layer[layer] / longest) for layer in layers]
+            kinds = [f"{kind}, {size} a token" for kind, size in zip(kinds, sizes, strict=True)]
     except KeyError as error:
         raise SurgeryError(f"config.json of {reader.config['model_type']} does not say {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
@@ -66,11 +70,29 @@ def _architecture(reader: CheckpointReader, config: Any, kinds: list[str], dtype
     return {
         **model_facts(reader, config, dtype),
         "model_type": config.model_type + (f" over {base}" if base else ""),
-        "attention": [f"{count} layers: {kind}" for kind, count in Counter(kinds).items()],
+        "attention": _by_kind(kinds),
         "biases": [],
         "ruined_by": ruinous_formats(reader),
         "qk_norm": any(name.endswith("q_norm.weight") for name in reader.names()),
     }
+
+
+def _by_kind(kinds: list[str]) -> list[str]:
+    """Count the layers of each kind; ranges in place of numbers if there are more kinds than `MOST_KINDS`."""
+    groups: dict[str, list[list[str]]] = {}
+    is_long = len(set(kinds)) > MOST_KINDS
+    for kind in kinds:
+        groups.setdefault(NUMBER.sub("{}", kind) if is_long else kind, []).append(NUMBER.findall(kind))
+    lines = []
+    for kind, numbers in groups.items():
+        ends = [(min(column, key=_value), max(column, key=_value)) for column in zip(*numbers, strict=True)]
+        ranges = [low if low == high else f"{low} to {high}" for low, high in ends]
+        lines.append(f"{len(numbers)} layer{'s' if len(numbers) > 1 else ''}: {kind.format(*ranges)}")
+    return lines
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
 
 
 def _kind(entry: LayerEntry, config: Any) -> str:
