@@ -1,4 +1,4 @@
-"""Model families: one short declarative file each, and the registry that finds one for a config."""
+"""Model families: one declarative file per family, and a registry by ``model_type``."""
 
 from collections.abc import Mapping
 
@@ -46,12 +46,12 @@ BUILT_IN = (
 )
 
 FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN}, Family)
-"""Families by ``model_type``, those of installed packages among them."""
+"""Families by ``model_type``, including plugins of installed packages."""
 
 LATENT_FAMILIES: dict[str, LatentFamily] = {
     family.model_type: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
 }
-"""Families whose attention is MLA already, by ``model_type``."""
+"""Families with MLA attention, by ``model_type``."""
 
 LATENTS = "it caches latents already"
 
@@ -65,7 +65,7 @@ WHY_NOT = {
     **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or next to a state"),
     "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
 }
-"""Reasons for which families that people ask for are missing, by ``model_type``."""
+"""Reasons why known families are not supported, by ``model_type``."""
 
 __all__ = [
     "FAMILIES",
@@ -81,7 +81,7 @@ __all__ = [
 
 
 def family_of(config: dict) -> Family:
-    """The family of a parsed config.json.
+    """Return the family of a parsed config.json.
 
     Raises:
         SurgeryError: an unknown model type, or weights that are quantized.
@@ -96,7 +96,7 @@ def family_of(config: dict) -> Family:
 
 
 def latent_family_of(config: dict) -> LatentFamily:
-    """The family of MLA models of a parsed config.json.
+    """Return the MLA family of a parsed config.json.
 
     Raises:
         SurgeryError: an unknown model type, or weights that are quantized.
@@ -105,7 +105,7 @@ def latent_family_of(config: dict) -> LatentFamily:
 
 
 def any_family_of(config: dict) -> Family:
-    """The family of a parsed config.json, of keys and values of heads or of MLA models.
+    """Return the family of a parsed config.json, with per-head attention or MLA.
 
     Raises:
         SurgeryError: an unknown model type, or weights that are quantized.
@@ -114,7 +114,7 @@ def any_family_of(config: dict) -> Family:
 
 
 def family_around(model_type: str) -> Family | None:
-    """Return the family of a model type for everything but attention, whichever kind its attention is of."""
+    """Return the family of a model type, with per-head attention or MLA; None if unknown."""
     return FAMILIES.get(model_type) or LATENT_FAMILIES.get(model_type)
 
 
@@ -132,7 +132,7 @@ def _lookup(config: dict, families: Mapping[str, Family]) -> Family:
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         remedy = "convert the unquantized checkpoint instead"
-        if method == "mxfp4":  # which is all that gpt-oss is published in
+        if method == "mxfp4":  # the only format that gpt-oss is published in
             remedy = (
                 "load them in transformers with quantization_config=Mxfp4Config(dequantize=True) and dtype bfloat16, "
                 "save_pretrained(folder, save_original_format=False), and convert that"

@@ -1,9 +1,9 @@
-"""The family-neutral attention layer that every transform works on.
+"""Family-neutral attention layer that every transform works on.
 
 Shapes: ``H`` query heads, ``G`` key/value heads, ``d`` head dimension of queries and keys, ``e`` head dimension of
 values, ``D`` hidden size. Query head ``h`` reads key/value head ``h // (H // G)``.
 
-Conventions, whatever the checkpoint's own: a rotary pair is ``(i, i + d/2)``, read as the complex number
+Convention for every checkpoint: a rotary pair is ``(i, i + d/2)``, read as the complex number
 ``x[i] + 1j * x[i + d/2]`` that position ``m`` multiplies by ``exp(1j * inv_freq[i] * m)``.
 """
 
@@ -22,52 +22,50 @@ if TYPE_CHECKING:
 
 
 STILL = ("inv_freq", "order")
-"""Fields that are never moved or cast."""
+"""Fields that :func:`moved` leaves on their device and in their dtype."""
 
 Made = TypeVar("Made")
 
 
 def moved(instance: Made, *args, **kwargs) -> Made:
-    """A copy of a dataclass with every tensor, and all that has such, moved or cast as :meth:`torch.Tensor.to`."""
+    """Copy a dataclass, with every field that has a ``to`` method moved or cast, as :meth:`torch.Tensor.to`."""
     values = {field.name: getattr(instance, field.name) for field in fields(instance) if field.name not in STILL}
     return replace(instance, **{name: each.to(*args, **kwargs) for name, each in values.items() if hasattr(each, "to")})
 
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm of each head's vector, or of those of all heads together: ``weight * x / sqrt(mean(x**2) + eps)``."""
+    """RMS norm per head, or over all heads together: ``weight * x / sqrt(mean(x**2) + eps)``."""
 
-    weight: Tensor  # [d], or [heads, d] of a norm over all heads
+    weight: Tensor  # [d], or [heads, d] for a norm over all heads
     eps: float
 
     def to(self, *args, **kwargs) -> HeadNorm:
-        """A copy whose weight is moved or cast."""
+        """Return a copy whose weight is moved or cast."""
         return moved(self, *args, **kwargs)
 
     @property
     def joint(self) -> bool:
-        """Return whether one mean is taken over all heads."""
+        """True if one mean is taken over all heads."""
         return self.weight.ndim == 2
 
     def gain(self, x: Tensor) -> Tensor:
-        """The inverse RMS of head vectors ``x`` [..., heads, d], of each head [..., heads]."""
+        """Compute the inverse RMS [..., heads] of head vectors ``x`` [..., heads, d]."""
         mean = x.square().mean((-2, -1) if self.joint else -1, keepdim=self.joint)
         gain = (mean + self.eps).rsqrt()
         return gain[..., 0].expand(x.shape[:-1]) if self.joint else gain
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalized head vectors [..., heads, d]."""
+        """Normalize head vectors [..., heads, d]."""
         return x * self.gain(x)[..., None] * self.weight
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Projections of an attention layer before any rotation, ``...`` being batch and sequence.
-
-    With a key norm the keys come in two factors: ``k`` carries the norm's weight and ``key_gain`` the inverse RMS,
-    so that the key itself is ``k * key_gain[..., None]``. ``k`` is then linear in the input, which is what a latent
-    can hold, and ``key_gain`` multiplies whole logits, which is exact (there is no other way to keep a key norm in a
-    layer that caches anything but keys).
+    """Queries, keys and values of an attention layer before RoPE; ``...`` stands for batch and sequence.
+    With a key norm the key is ``k * key_gain[..., None]``: ``k`` includes the norm's weight and ``key_gain`` is the
+    inverse RMS. ``k`` is then linear in the input, so a latent can hold it. ``key_gain`` multiplies whole logits,
+    which is exact: a layer that does not cache keys has no other way to keep a key norm.
     """
 
     q: Tensor  # [..., H, d], after the query norm
@@ -78,41 +76,41 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAnatomy:
-    """Base class of the anatomies of all kinds of attention."""
+    """Base class of attention anatomies: softmax, output gate, device and dtype."""
 
     PROJECTIONS: ClassVar[tuple[tuple[str, str], ...]]
-    """Fields of weights, and what they are called in checkpoints."""
+    """Pairs of a weight's field and its module name in checkpoints."""
 
     scale: float  # multiplies q.k before the softmax
-    softcap: float | None = None  # bounds logits, see `Softmax`
-    sinks: Tensor | None = None  # [H], learned logits next to those of keys, see `Softmax`
-    gate: Tensor | None = None  # [H, e, D], of the factors sigmoid(gate x + gate_bias) on mixed values
+    softcap: float | None = None  # cap of the logits, see `Softmax`
+    sinks: Tensor | None = None  # [H], learned sink logits, see `Softmax`
+    gate: Tensor | None = None  # [H, e, D], output gate: sigmoid(gate x + gate_bias) multiplies each head's output
     gate_bias: Tensor | None = None  # [H, e]
 
     @property
     def softmax(self) -> Softmax:
-        """Softmax: how products of queries and keys become weights."""
+        """Softmax of the layer: scale, cap and sinks."""
         return Softmax(self.scale, self.softcap, self.sinks)
 
     def open_gate(self, x: Tensor) -> Tensor | None:
-        """Factors on mixed values, [..., H, e], of inputs ``x`` [..., D]; None without a gate."""
+        """Compute the gate values [..., H, e] from inputs ``x`` [..., D]; None without a gate."""
         return None if self.gate is None else _heads(x, self.gate, self.gate_bias).sigmoid()
 
     def gated(self, attn_output: Tensor, x: Tensor) -> Tensor:
-        """Return the input of the output projection, [..., H, e]: attention values times the gate, if there is one."""
+        """Return the input of the output projection, [..., H, e]: the heads' outputs times the gate, if any."""
         return attn_output if self.gate is None else attn_output * self.open_gate(x)
 
     def to(self, *args, **kwargs) -> Self:
-        """A copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
+        """Return a copy with every tensor but ``inv_freq`` and ``order`` moved or cast, as :meth:`torch.Tensor.to`."""
         return moved(self, *args, **kwargs)
 
     def shapes(self) -> Self:
-        """A copy whose projections are on the meta device: what they would be, and none of their numbers."""
+        """Return a copy whose projections are on the meta device: shapes and dtypes without data."""
         weights = {field: getattr(self, field) for field, _ in self.PROJECTIONS}
         return replace(self, **{field: weight.to("meta") for field, weight in weights.items() if weight is not None})
 
     def damaged(self) -> str | None:
-        """The checkpoint's name of a projection that holds NaN or infinity; None if all are finite."""
+        """Return the checkpoint's name of a projection with NaN or infinity; None if all are finite."""
         for field, name in self.PROJECTIONS:
             weight = getattr(self, field)
             if weight is not None and not weight.isfinite().all():
@@ -137,10 +135,10 @@ class AttentionAnatomy(LayerAnatomy):
     o_bias: Tensor | None = None  # [D]
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
-    window: int | None = None  # a token sees this many latest tokens, itself included; None: all
-    order: Tensor | None = None  # [d], of each row of a query or key the row in the checkpoint; None: the same
-    rope_factor: float = 1.0  # what RoPE multiplies queries and keys by (YaRN); its square is in `scale`
-    partial_factor: float = 1.0  # the same, where a part of each head rotates (Phi-4-mini); its square is in `q` there
+    window: int | None = None  # sliding window in tokens, the query's included; None: full attention
+    order: Tensor | None = None  # [d], checkpoint row of each query or key row; None: same order
+    rope_factor: float = 1.0  # RoPE's factor on queries and keys (YaRN); its square is in `scale`
+    partial_factor: float = 1.0  # `rope_factor` under partial rotation (Phi-4-mini); its square is in `q`
 
     @property
     def heads(self) -> int:
@@ -164,12 +162,12 @@ class AttentionAnatomy(LayerAnatomy):
 
     @property
     def key_gains(self) -> int:
-        """Numbers that a key norm divides a token's keys by: none, one for all heads, or one for each."""
+        """Key-norm gains per token: 0 without a key norm, 1 for a norm over all heads, else one per KV head."""
         return 0 if self.k_norm is None else 1 if self.k_norm.joint else self.kv_heads
 
     @property
     def kv_width(self) -> int:
-        """Numbers that the layer caches per token."""
+        """Elements that the layer caches per token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
 
     def stored(self, heads: Tensor) -> Tensor:
@@ -177,13 +175,13 @@ class AttentionAnatomy(LayerAnatomy):
         return heads if self.order is None else heads[:, self.order.argsort().to(heads.device)]
 
     def with_scaled_queries(self, factor: float) -> AttentionAnatomy:
-        """A copy in which rows of queries that rotate are multiplied by a factor."""
+        """Return a copy whose rotated query rows are multiplied by a factor."""
         rows = torch.where(self.inv_freq > 0, factor, 1.0).repeat(2).to(self.q)
         bias = None if self.q_bias is None else self.q_bias * rows
         return replace(self, q=self.q * rows[:, None], q_bias=bias)
 
     def stored_queries(self) -> tuple[Tensor, Tensor | None]:
-        """The checkpoint's query projection and its bias, [H d, D] and [H d]; twice that with gates after heads."""
+        """Return the checkpoint's query projection [H d, D] and bias [H d]; twice the rows with gates after heads."""
         if self.partial_factor != 1.0:
             plain = self.with_scaled_queries(self.partial_factor**-2)
             return replace(plain, partial_factor=1.0).stored_queries()
@@ -194,7 +192,7 @@ class AttentionAnatomy(LayerAnatomy):
         return weight.flatten(0, 1), None if bias is None else bias.flatten()
 
     def key_weight(self) -> tuple[Tensor, Tensor | None]:
-        """The affine map of :attr:`Projection.k`: weight [G, d, D] and bias [G, d], a key norm's weight included."""
+        """Return weight [G, d, D] and bias [G, d] of :attr:`Projection.k`, times the key norm's weight, if any."""
         if self.k_norm is None:
             return self.k, self.k_bias
         weight = self.k_norm.weight
@@ -202,7 +200,7 @@ class AttentionAnatomy(LayerAnatomy):
         return self.k * weight[..., None], bias
 
     def project(self, x: Tensor) -> Projection:
-        """Queries, keys and values of inputs ``x`` [..., D]."""
+        """Project inputs ``x`` [..., D] to queries, keys and values."""
         q = _heads(x, self.q, self.q_bias)
         k = _heads(x, self.k, self.k_bias)
         v = _heads(x, self.v, self.v_bias)
@@ -215,12 +213,12 @@ class AttentionAnatomy(LayerAnatomy):
         return Projection(q, k, v, gain)
 
     def project_queries(self, x: Tensor) -> Tensor:
-        """The queries alone, [..., H, d]."""
+        """Project inputs to queries alone, [..., H, d]."""
         q = _heads(x, self.q, self.q_bias)
         return q if self.q_norm is None else self.q_norm(q)
 
     def project_key_gain(self, x: Tensor) -> Tensor | None:
-        """:attr:`Projection.key_gain` alone, [..., G]."""
+        """Compute :attr:`Projection.key_gain` alone, [..., G]."""
         if self.k_norm is None:
             return None
         return self.k_norm.gain(_heads(x, self.k, self.k_bias))

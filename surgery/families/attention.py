@@ -1,4 +1,4 @@
-"""Attention as the source computes it, on the family-neutral anatomy: the ground truth of every conversion."""
+"""Reference attention of the source on the family-neutral anatomy, which conversions are fitted to."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from surgery.kernels.mla_decode.reference import causal_mask
 
 
 def rotated_heads(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [B, H, T, ·] of a prompt as they meet in the softmax, heads repeated."""
+    """Return a prompt's queries, keys and values [B, H, T, ·] after RoPE, KV heads repeated."""
     repeat, (q, k) = anatomy.heads // anatomy.kv_heads, _rotated(anatomy, projection)
     k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, projection.v))
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def cached_heads(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, T, ·] of a prompt, and keys and values [B, G, T, ·] as they are cached."""
+    """Return a prompt's queries [B, H, T, ·] after RoPE, and keys and values [B, G, T, ·] as cached."""
     q, k = _rotated(anatomy, projection)
     return q.transpose(1, 2), k.transpose(1, 2), projection.v.transpose(1, 2)
 
 
 def _rotated(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor, Tensor]:
-    """Queries [B, T, H, d] and keys [B, T, G, d] after RoPE and what the keys' norm leaves for then."""
+    """Apply RoPE to queries [B, T, H, d] and keys [B, T, G, d], then the keys' gain."""
     phase = phases(
         anatomy.inv_freq, torch.arange(projection.q.shape[1], device=projection.q.device), projection.q.dtype
     )
@@ -34,7 +34,7 @@ def _rotated(anatomy: AttentionAnatomy, projection: Projection) -> tuple[Tensor,
 
 
 def attend(anatomy: LayerAnatomy, projection: Projection) -> Tensor:
-    """Mixed head values [B, T, H, e] of a causal prompt."""
+    """Compute a causal prompt's attention outputs per head, [B, T, H, e]."""
     if isinstance(anatomy, LatentAnatomy):
         return _attend_latents(anatomy, projection)
     return causal_attention(anatomy, *rotated_heads(anatomy, projection)).transpose(1, 2)
@@ -46,9 +46,9 @@ def _attend_latents(anatomy: LatentAnatomy, projection: LatentProjection) -> Ten
 
 
 def latent_cache(anatomy: LatentAnatomy, projection: LatentProjection, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, T, n + ρ] of tokens from position ``first`` on, and what MLA caches of them.
+    """Return the queries [B, H, T, n + ρ], latents [B, 1, T, r] and rotary keys [B, 1, T, ρ] of MLA.
 
-    That is latents [B, 1, T, r] and rotary keys [B, 1, T, ρ].
+    Latents and rotary keys are the cache; tokens stand at positions from ``first`` on.
     """
     positions = first + torch.arange(projection.q.shape[1], device=projection.q.device)
     phase = phases(anatomy.inv_freq, positions, projection.q.dtype) * anatomy.rope_factor
@@ -58,34 +58,34 @@ def latent_cache(anatomy: LatentAnatomy, projection: LatentProjection, first: in
 
 
 def expanded_heads(anatomy: LatentAnatomy, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [B, H, T, n + ρ] and values [B, H, T, e] of what :func:`latent_cache` says is cached."""
+    """Expand cached latents and rotary keys to keys [B, H, T, n + ρ] and values [B, H, T, e]."""
     key, value = (x.transpose(1, 2) for x in anatomy.expanded(latent[:, 0]))
     return torch.cat([key, rotated.expand(*key.shape[:-1], -1)], dim=-1), value
 
 
 def causal_attention(anatomy: AttentionAnatomy, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Mixed values [B, H, T, e] of a prompt's queries over its own keys and values [B, G, T, ·], within the window."""
+    """Compute causal attention [B, H, T, e] of a prompt over keys and values [B, G, T, ·], within the window."""
     tokens, window = q.shape[2], anatomy.window
     windowed = window is not None and window < tokens
     return anatomy.softmax.mix(q, k, v, causal_mask(tokens, tokens, window, q.device) if windowed else None)
 
 
 def attention_weights(anatomy: AttentionAnatomy, projection: Projection) -> Tensor:
-    """Softmax weights [B, H, T, T] of a causal prompt; quadratic memory, for calibration one sequence at a time."""
+    """Compute a causal prompt's softmax weights [B, H, T, T]; quadratic memory, so one sequence at a time."""
     q, k, _ = rotated_heads(anatomy, projection)
     visible = causal_mask(q.shape[2], q.shape[2], anatomy.window, q.device)
     return anatomy.softmax.weights(q @ k.mT, visible)
 
 
 def output(anatomy: LayerAnatomy, attn_output: Tensor, inputs: Tensor) -> Tensor:
-    """The output projection [B, T, D] of mixed values [B, T, H, e], whose gate is opened by the inputs [B, T, D]."""
+    """Apply the gate, computed from ``inputs`` [B, T, D], and the output projection to [B, T, H, e]; [B, T, D]."""
     return nn.functional.linear(anatomy.gated(attn_output, inputs).flatten(2), anatomy.o.flatten(1), anatomy.o_bias)
 
 
 class CapturedAttention(nn.Module):
-    """Stands in for a transformers attention module, computes the same output and remembers its projections.
+    """Surrogate for a transformers attention module that computes the same output and stores its projections.
 
-    With ``gradients`` the remembered keys and values keep the gradients that a later backward pass leaves on them.
+    With ``gradients`` the stored keys and values retain the gradients of a later backward pass.
     """
 
     def __init__(self, anatomy: LayerAnatomy, *, gradients: bool = False):

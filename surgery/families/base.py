@@ -1,4 +1,4 @@
-"""Declaration of a model family, and its translation to the anatomy of a layer."""
+"""Declaration of a model family, and reading of a layer's anatomy from its checkpoints."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ ATTENTION_PREFIX = "model.layers.{layer}.self_attn."
 
 
 def no_window(config, layer: int) -> int | None:
-    """Every token sees all earlier ones."""
+    """Return None: full causal attention."""
     return None
 
 
 def layer_types_window(config, layer: int) -> int | None:
-    """The window of layers that ``layer_types`` calls sliding (Qwen2, Qwen3)."""
+    """Return the sliding window of layers that ``layer_types`` calls sliding (Qwen2, Qwen3); None for the rest."""
     types = getattr(config, "layer_types", None)
     return config.sliding_window if types and types[layer] == "sliding_attention" else None
 
 
 def uniform_window(config, layer: int) -> int | None:
-    """One window for all layers, or none (Mistral, Mixtral)."""
+    """Return the config's sliding window, equal in all layers, or None (Mistral, Mixtral)."""
     return getattr(config, "sliding_window", None)
 
 
 MTP_LAYERS = "num_nextn_predict_layers"
-"""Config key of the number of MTP layers, stored after the others."""
+"""Config key of the number of MTP layers, which are stored after the model's layers."""
 
 
 def is_mtp_layer(name: str, layers: int) -> bool:
-    """Return whether a tensor belongs to an MTP layer, after the model's own layers."""
+    """Return whether a tensor belongs to an MTP layer: one with an index of ``layers`` or more."""
     start, prefix, rest = name.partition(LAYER_PREFIX.partition("{")[0])
     number = rest.partition(".")[0]
     return bool(prefix) and not start and number.isdecimal() and int(number) >= layers
 
 
 def keeps_state(config, layer: int) -> bool:
-    """Return whether ``layer_types`` gives a layer linear attention: a state of one size, no keys and values."""
+    """Return whether a layer has linear attention by ``layer_types``: a state of fixed size, no keys and values."""
     types = getattr(config, "layer_types", None)
     return bool(types) and types[layer] == "linear_attention"
 
 
 def default_scale(config) -> float:
-    """Return the scale of the attention logits in most families."""
+    """Return the scale of the attention logits in most families, ``head_dim ** -0.5``."""
     return head_shape(config)[2] ** -0.5
 
 
 def no_position(config) -> int | None:
-    """Queries are not scaled by position."""
+    """Return None: queries are not scaled by position."""
     return None
 
 
 def no_cap(config) -> float | None:
-    """Logits are what they are."""
+    """Return None: attention logits have no cap."""
     return None
 
 
@@ -72,13 +72,13 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def per_layer(config) -> tuple[str, ...]:
-    """Fields of a config that have an entry for every layer."""
+    """Return the names of a config's fields that have an entry per layer."""
     return tuple(name for name in PER_LAYER if getattr(config, name, None))
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotation of a layer: frequencies [d/2], the factor of YaRN, and :attr:`AttentionAnatomy.order`."""
+    """RoPE of a layer: frequencies [d/2], attention factor (YaRN, longrope) and :attr:`AttentionAnatomy.order`."""
 
     inv_freq: Tensor
     factor: float
@@ -87,40 +87,39 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Family:
-    """Model family: how it names, biases, rotates, scales, normalizes and masks its attention, and what is around it.
+    """Declaration of a model family: tensor names, norms, RoPE, scale, masks, and the layer around its attention.
 
-    All families here keep ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` apart under ``model.layers.N.self_attn``,
-    or are read as if they did (``renamed``, :mod:`surgery.families.fused`).
+    Checkpoints have ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` under ``model.layers.N.self_attn``, or are read
+    under these names (``renamed``, :mod:`surgery.families.fused`).
 
     Attributes:
-        model_type: the ``model_type`` of its config.json.
-        qk_norm: whether each head's queries and keys pass an RMS norm before the rotation; None: some checkpoints'.
-        norm_scope: over what the mean of that norm is taken: each head, or all heads together.
-        unit_norm: whether heads of a layer pass such a norm without weights.
-        stays: whether a layer has an attention that only conversions within its class change.
-        window: the sliding window of a layer, from the config.
-        scale: what multiplies logits of attention before the softmax, but for the factor of YaRN.
-        softcap: what bounds logits of attention, if anything.
-        sinks: whether each head has a learned logit next to those of keys.
-        output_gate: whether ``q_proj`` has, after each head's query, a gate for what the head puts out.
-        first_scaled: the first position from which queries are scaled by position, or chunks of attention begin from
-            scratch, if they do; only texts that end before it are simulated, the model class knows the rest.
-        eager: whether some version of transformers that the package takes leaves a part of its attention out unless it
-            is told to attend eagerly.
-        rotates: whether a layer rotates at all.
-        partial: whether its class rotates only the part of a head that ``partial_rotary_factor`` says.
-        axes: whether its rotary pairs turn by positions of several axes, which are equal in text.
+        model_type: ``model_type`` of its config.json.
+        qk_norm: whether queries and keys pass an RMS norm before RoPE; None: in some checkpoints.
+        norm_scope: elements under the mean of that norm: each head's, or those of all heads together.
+        unit_norm: whether a layer has that norm without weights.
+        stays: whether only conversions that keep the model class can change a layer's attention.
+        window: sliding window of a layer, from the config; None for full attention.
+        scale: factor on the attention logits, without YaRN's.
+        softcap: cap of the attention logits, or None.
+        sinks: whether each head has a learned sink logit.
+        output_gate: whether ``q_proj`` holds, after each head's query, a gate on the head's output.
+        first_scaled: first position at which queries are scaled by position, or a second attention chunk begins, or
+            None. Only shorter texts are simulated; the model class itself handles longer ones.
+        eager: whether a supported version of transformers leaves out a part of the attention unless it runs eagerly.
+        rotates: whether a layer has RoPE.
+        partial: whether its class rotates the share ``partial_rotary_factor`` of each head.
+        axes: whether rotary pairs use positions of several axes (M-RoPE), which are equal in text.
         interleaved: whether rotary pairs are neighbors, (2 i, 2 i + 1), in the checkpoint.
-        norm_offset: what is added to the weights of its RMS norms as they are stored (1.0 for Gemma).
-        layer_norm: whether the norms around its attention are LayerNorms.
-        norm_eps: what its config calls the eps of these.
-        embedding_scale: what token embeddings are multiplied by.
-        forwards_kwargs: whether its decoder layers hand arguments that they do not know on to the attention.
-        beside: what its layers have around the attention that those of stock ``deepseek_v3`` do not, if anything.
-        experts: whether feed-forward layers are mixtures of experts, which pass through untouched.
-        expert_layers: adapts a one-layer config to the layer that it stands for, to the feed-forward kind above all.
-        renamed: how its checkpoints are read under the names that all others have, if theirs are other ones. Its own
-            class then holds no KV heads apart from query heads.
+        norm_offset: added to the stored weights of its RMS norms (1.0 for Gemma).
+        layer_norm: whether the norms around the attention are LayerNorms.
+        norm_eps: config key of these LayerNorms' eps.
+        embedding_scale: factor on token embeddings.
+        forwards_kwargs: whether its decoder layers pass unknown keyword arguments on to the attention.
+        beside: parts of its layers, outside the attention, that stock ``deepseek_v3`` lacks; None if there are none.
+        experts: whether feed-forward layers are mixtures of experts, which stay unchanged.
+        expert_layers: adapts a single-layer config to its layer, above all to the kind of feed-forward layer.
+        renamed: mapping of its tensor names to the names above, if they differ. Its class then has as many KV heads
+            as query heads.
     """
 
     model_type: str
@@ -150,15 +149,15 @@ class Family:
     renamed: Renamed | None = None
 
     def shape(self, config) -> tuple[int, int, int]:
-        """Query heads, key/value heads and head dimension, as costs follow from them."""
+        """Return query heads, KV heads and head dimension, from which costs are estimated."""
         return head_shape(config)
 
     def attention_names(self, reader, layer: int) -> list[str]:
-        """The tensors of a layer's attention; none of a layer that keeps a state.
+        """Return the names of a layer's attention tensors; an empty list for linear attention.
 
         Raises:
-            SurgeryError: one is missing, or one is there that the family does not know (fused projections,
-                quantization scales, another norm): converting around it would be wrong in silence.
+            SurgeryError: a tensor is missing, or is unknown to the family (fused projections, quantization scales,
+                another norm): a conversion that ignored it would be silently wrong.
         """
         prefix = ATTENTION_PREFIX.format(layer=layer)
         names = [name for name in reader.names() if name.startswith(prefix)]
@@ -182,7 +181,7 @@ class Family:
         return names
 
     def anatomy(self, reader, config, layer: int) -> AttentionAnatomy:
-        """The anatomy of one layer, in the checkpoint's dtype on the CPU."""
+        """Read the anatomy of one layer, in the checkpoint's dtype on the CPU."""
         names = self.attention_names(reader, layer)
         tensor, (heads, kv_heads, head_dim) = shaped_tensors(reader, layer, names), head_shape(config)
         rotation = self.rotation(config, layer)
@@ -242,10 +241,10 @@ class Family:
         return anatomy if not partial else anatomy.with_scaled_queries(rotation.factor**2)
 
     def rotation(self, config, layer: int) -> Rotation:
-        """Frequencies of all pairs of a layer's heads, zeros for those that stand still.
+        """Return the RoPE of a layer's heads; the frequency of unrotated pairs is 0.
 
         Raises:
-            SurgeryError: a RoPE that the toolkit cannot carry.
+            SurgeryError: a RoPE that is not supported.
         """
         head_dim, types = head_shape(config)[2], getattr(config, "layer_types", None)
         if not self.rotates(config, layer):
@@ -262,24 +261,24 @@ class Family:
         return Rotation(torch.nn.functional.pad(inv_freq, (0, head_dim // 2 - len(inv_freq))), factor, order)
 
     def single_layer_config(self, config, layer: int):
-        """A copy of ``config`` for a model that holds layer ``layer`` alone, and no vocabulary."""
+        """Return a copy of ``config`` for a model of one layer, ``layer``, with a vocabulary of one token."""
         single = copy.deepcopy(config)
         single.num_hidden_layers = 1
         single.vocab_size = 1
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(single, name, None)  # transformers warns of those that the vocabulary lacks
+            setattr(single, name, None)  # transformers warns of ids outside the vocabulary
         single.tie_word_embeddings = False
         for name in per_layer(config):
             setattr(single, name, [getattr(config, name)[layer]])
         if hasattr(config, "embedding_multiplier"):
-            single.embedding_multiplier = 1.0  # of what enters the first layer, see `embedding_scale`
+            single.embedding_multiplier = 1.0  # the inputs are scaled already, see `embedding_scale`
         self.expert_layers(single, config, layer)
         return single
 
 
 def check_layers(config) -> None:
-    """Raises SurgeryError where a field of an entry a layer has more or fewer, or layers see later tokens."""
-    if getattr(config, "use_bidirectional_attention", None) is True:  # of Gemma's embedding models
+    """Raise SurgeryError unless per-layer config fields have an entry per layer and attention is causal."""
+    if getattr(config, "use_bidirectional_attention", None) is True:  # Gemma's embedding models
         raise SurgeryError("config.json: use_bidirectional_attention: a model that sees later tokens keeps no KV cache")
     for name in PER_LAYER:
         entries = getattr(config, name, None)
@@ -290,9 +289,9 @@ def check_layers(config) -> None:
 
 
 def shaped_tensors(reader, layer: int, names: Collection[str]) -> Callable[..., Tensor | None]:
-    """Gives a tensor of a layer's attention by its name there and the shape that it is to have; None if not named.
+    """Return a function of a name within a layer's attention and a shape that reads the tensor in this shape.
 
-    What it gives raises SurgeryError where the tensor has another number of elements.
+    It returns None for a tensor that ``names`` lacks, and raises SurgeryError for one with another number of elements.
     """
     prefix = ATTENTION_PREFIX.format(layer=layer)
 
@@ -308,7 +307,7 @@ def shaped_tensors(reader, layer: int, names: Collection[str]) -> Callable[..., 
 
 
 def head_shape(config) -> tuple[int, int, int]:
-    """Query heads, key/value heads and head dimension of a config."""
+    """Return the query heads, KV heads and head dimension of a config."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

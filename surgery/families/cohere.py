@@ -1,6 +1,6 @@
-"""Command R and Command R7B/A: LayerNorms, attention and feed-forward side by side, neighboring rotary pairs.
+"""Command R and Command R7B/A: LayerNorms, parallel attention and feed-forward layers, neighboring rotary pairs.
 
-In the second version only layers with a window rotate.
+In the second version only sliding-window layers have RoPE.
 """
 
 from surgery.families.base import Family, layer_types_window

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Kimi K2 among the latter, and dense models of these classes: experts after some dense layers."""
+"""DeepSeek-V2 and V3, which includes Kimi K2, and dense models of these classes: dense layers first, then experts."""
 
 from surgery.families.latent_family import LatentFamily, first_dense, mla_scale
 

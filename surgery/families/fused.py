@@ -1,6 +1,6 @@
-"""Families whose checkpoints are another family's, with projections that read the same stored as one.
+"""Families whose checkpoints are another family's with fused projections (``qkv_proj``, ``gate_up_proj``).
 
-They are read under the other family's names and config, and so can become all that that one can.
+They are read under that family's names and config, and so convert to every target that it converts to.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from surgery.families.rope import check_not_dynamic
 
 @dataclass(frozen=True)
 class FusedFamily:
-    """Family of checkpoints with fused projections.
+    """Family with fused projections.
 
     Attributes:
-        config: from its config.json, that of the family that it is read as.
-        parts: of a module in a layer that is several, by its config.json: their names and rows, in their order.
+        config: translates its config.json to that of the family that it is read as.
+        parts: returns from its config.json, per fused module, the names and row counts of its parts in order.
     """
 
     config: Callable[[dict[str, Any]], dict[str, Any]]
@@ -30,8 +30,8 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidd
 
 
 def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A Llama's; where a sliding window is shorter than the context a Mistral's; where a part of each head rotates
-    that of a GLM-4.5 without experts.
+    """Translate a Phi-3 config: to Llama's, with a sliding window to Mistral's, with partial rotation to that of a
+    GLM-4.5 without experts.
     """
     for name in _SIZES:
         _whole(config, name)
@@ -61,12 +61,12 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phi3_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Translate the rotation of a Phi-3 config to ``rope_parameters``."""
+    """Translate the RoPE fields of a Phi-3 config to ``rope_parameters``."""
     entry = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = entry.get("rope_type", entry.get("type", "default"))
     part = entry.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     rope = {
-        "rope_type": "longrope" if kind in ("su", "yarn") else kind,  # what Phi-3 called it at first
+        "rope_type": "longrope" if kind in ("su", "yarn") else kind,  # names of longrope in early Phi-3 configs
         "rope_theta": entry.get("rope_theta", config.get("rope_theta", 10_000.0)),
         "partial_rotary_factor": part,
     }
@@ -100,7 +100,7 @@ def _phi3_parts(config: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _internlm3_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A Llama's, whose biases have other names."""
+    """Translate an InternLM3 config to Llama's, which has other names for the bias settings."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     check_not_dynamic(rope.get("rope_type", rope.get("type")))
     biases = {name: bool(config.get(name, config.get(old))) for name, old in _BIASES.items()}
@@ -116,4 +116,4 @@ FUSED: dict[str, FusedFamily] = {
     "phi3": FusedFamily(_phi3_config, _phi3_parts),
     "internlm3": FusedFamily(_internlm3_config, lambda config: {}),
 }
-"""Fused families by ``model_type``: Phi-3 and Phi-4, and InternLM3, which only names its settings otherwise."""
+"""Fused families by ``model_type``: Phi-3 and Phi-4, and InternLM3, which differs in names of settings only."""

@@ -1,4 +1,4 @@
-"""Gemma 1 and CodeGemma: Llama's attention; norms of 1 + w and scaled embeddings around it."""
+"""Gemma 1 and CodeGemma: Llama's attention; norm weights of 1 + w and scaled embeddings around it."""
 
 from surgery.families.base import Family
 

@@ -1,4 +1,4 @@
-"""Gemma 3, text alone: norms that add one to their weights, a scale from the config, windows with their own RoPE."""
+"""Gemma 3, text only: norm weights of 1 + w, a scale from the config, sliding-window layers with their own RoPE."""
 
 from surgery.families.base import Family, layer_types_window
 

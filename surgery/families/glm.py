@@ -1,4 +1,4 @@
-"""GLM-4: the first half of a head is rotated, in neighboring pairs. GLM-4-0414 has norms after its blocks as well."""
+"""GLM-4: the first half of each head is rotated, in neighboring pairs. GLM-4-0414 also has norms after its blocks."""
 
 from surgery.families.base import Family
 

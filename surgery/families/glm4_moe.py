@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.5-Air: the first half of a head is rotated, in half-split pairs; a q/k-norm in the larger one."""
+"""GLM-4.5 and GLM-4.5-Air: the first half of each head is rotated, in half-split pairs; GLM-4.5 has a q/k-norm."""
 
 from surgery.families.base import Family
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's attention; a list, ``mlp_layer_types``, says which layers have experts."""
+"""GLM-4.7-Flash: DeepSeek-V3's attention; ``mlp_layer_types`` lists the layers with experts."""
 
 from surgery.families.latent_family import LatentFamily, mla_scale
 

@@ -1,4 +1,4 @@
-"""GPT-2: positions are learned and added to the embeddings, so nothing rotates; LayerNorms, biases, no gates."""
+"""GPT-2: learned positions added to the embeddings, so no RoPE; LayerNorms, biases, no gates."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""GPT-NeoX and Pythia: a part of each head rotated, LayerNorms, biases; attention and feed-forward side by side.
+"""GPT-NeoX and Pythia: partial rotation, LayerNorms, biases; parallel attention and feed-forward layers.
 
-Queries, keys and values of a head stand together in one matrix, and modules have names of their own.
+One matrix holds each head's query, key and value rows together, and module names differ from Llama's.
 """
 
 from typing import Any

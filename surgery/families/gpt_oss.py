@@ -1,4 +1,4 @@
-"""gpt-oss: a learned sink logit for each head, biases, windows on every other layer, YaRN; experts pass through."""
+"""gpt-oss: learned sinks, biases, sliding windows in every other layer, YaRN; experts stay unchanged."""
 
 from surgery.families.base import Family, layer_types_window
 

@@ -1,6 +1,6 @@
-"""Granite 3 and 4: Llama's attention with a scale from the config; multipliers everywhere around it.
+"""Granite 3 and 4: Llama's attention with a scale from the config, between multipliers.
 
-Layers of Granite 4 attend or keep the state of a Mamba 2, which stays unchanged; where some do, nothing rotates.
+Layers of Granite 4 have attention or a Mamba 2 state, which stays unchanged; models with Mamba layers have no RoPE.
 """
 
 from dataclasses import replace

@@ -1,14 +1,14 @@
-"""A layer of multi-head latent attention (MLA) as a source: what a smaller latent is made from, and made as.
+"""Anatomy of a multi-head latent attention (MLA) layer: source and result of a conversion to a smaller latent.
 
-Shapes: ``H`` query heads, ``r`` latents, ``ρ`` rotary dimensions, ``n`` unrotated numbers of a head's query and key,
-``e`` values of a head, ``D`` hidden size. What is cached of an input x is one latent and one rotary key for all heads:
+Shapes: ``H`` query heads, ``r`` rank, ``ρ`` rotary dimensions, ``n`` unrotated dimensions of a head's query and key,
+``e`` head dimension of values, ``D`` hidden size. All heads share the cache of an input x, a latent and a rotary key:
 
     a      = (down x)[:r]                       the latent before its norm
     c      = a / sqrt(mean(a²) + eps)           the latent; the norm's weight is folded into ``up``
     k_rope = rot((down x)[r:])
     key_h  = [up_h[:n] c ; k_rope],  value_h = up_h[n:] c
 
-Statistics read it as an attention of one KV head, whose keys are the rotary keys and whose values are the latents.
+Statistics treat it as attention with one KV head, whose keys are the rotary keys and whose values are the latents.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from surgery.families.anatomy import HeadNorm, LayerAnatomy, Projection
 
 @dataclass(frozen=True)
 class LatentProjection(Projection):
-    """Projections of an MLA layer before any rotation.
+    """Projections of an MLA layer before RoPE.
 
-    ``q`` [..., H, ρ] and ``k`` [..., 1, ρ] are what is rotated, ``v`` [..., 1, r] is the latent after its norm.
+    ``q`` [..., H, ρ] and ``k`` [..., 1, ρ] are the rotary parts; ``v`` [..., 1, r] is the latent after its norm.
     """
 
-    unrotated: Tensor  # [..., H, n], the other part of the queries
+    unrotated: Tensor  # [..., H, n], the unrotated part of the queries
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class LatentAnatomy(LayerAnatomy):
     q_down: Tensor | None = None  # [q, D]
     q_down_bias: Tensor | None = None  # [q]
     q_norm: HeadNorm | None = None  # [q]
-    order: Tensor | None = None  # [ρ], of each row of the rotary key the row in the checkpoint; None: the same
-    rope_factor: float = 1.0  # what RoPE multiplies the rotated part of queries and keys by (YaRN)
-    k_norm: None = None  # of keys, which have none
+    order: Tensor | None = None  # [ρ], checkpoint row of each row of the rotary key; None: same order
+    rope_factor: float = 1.0  # RoPE's factor on the rotary part of queries and keys (YaRN)
+    k_norm: None = None  # MLA has no key norm
 
     @property
     def heads(self) -> int:
@@ -74,7 +74,7 @@ class LatentAnatomy(LayerAnatomy):
 
     @property
     def head_dim(self) -> int:
-        """Numbers of the one key that is cached, ρ."""
+        """Dimension of the cached rotary key, ρ."""
         return len(self.down) - self.rank
 
     @property
@@ -83,20 +83,20 @@ class LatentAnatomy(LayerAnatomy):
 
     @property
     def kv_width(self) -> int:
-        """Numbers that the layer caches per token."""
+        """Elements that the layer caches per token, r + ρ."""
         return len(self.down)
 
     def latent(self, x: Tensor) -> Tensor:
-        """Latents [..., r] of inputs [..., D], before their norm."""
+        """Compute latents [..., r] of inputs [..., D], before their norm."""
         bias = None if self.down_bias is None else self.down_bias[: self.rank]
         return linear(x, self.down[: self.rank], bias)
 
     def gain(self, latent: Tensor) -> Tensor:
-        """Return the factor by which the norm multiplies a latent [..., r], [..., 1]."""
+        """Compute the inverse RMS [..., 1] of latents [..., r]."""
         return (latent.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
     def project(self, x: Tensor) -> LatentProjection:
-        """Queries, rotary key and latent of inputs ``x`` [..., D]."""
+        """Project inputs ``x`` [..., D] to queries, rotary key and latent."""
         query_latent = x if self.q_down is None else self.q_norm(linear(x, self.q_down, self.q_down_bias))
         queries = linear(query_latent, self.q.flatten(0, 1)).unflatten(-1, self.q.shape[:2])
         unrotated, rotated = queries.split([self.unrotated_dim, self.head_dim], dim=-1)
@@ -105,6 +105,6 @@ class LatentAnatomy(LayerAnatomy):
         return LatentProjection(rotated, key[..., None, :], latent[..., None, :], None, unrotated)
 
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Unrotated keys [..., H, n] and values [..., H, e] of latents [..., r] after their norm."""
+        """Up-project latents [..., r], after their norm, to unrotated keys [..., H, n] and values [..., H, e]."""
         heads = torch.einsum("...r,hnr->...hn", latent, self.up)
         return heads[..., : self.unrotated_dim], heads[..., self.unrotated_dim :]

@@ -1,4 +1,4 @@
-"""Declaration of an MLA model family, and its translation to the anatomy of a layer."""
+"""Declaration of an MLA model family, and reading of a layer's anatomy from its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import STATIC_ROPE_TYPES, half_split_order, rope_frequencies
 
 LATENT_EPS = 1e-6
-"""Eps of the norms on latents in transformers' MLA classes, whatever ``rms_norm_eps`` says."""
+"""Eps of the latent norms in transformers' MLA classes, which ignore ``rms_norm_eps`` there."""
 
 DOWN, NORM, UP = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
-"""Modules that a smaller latent changes."""
+"""Modules that a conversion to a smaller latent changes."""
 
 
 def first_dense(single, config, layer: int) -> None:
-    """Set the number of first dense layers in a single-layer config whose other layers have experts."""
+    """Set ``first_k_dense_replace`` of a single-layer config: 1 for a dense layer, 0 for one with experts."""
     single.first_k_dense_replace = int(layer < config.first_k_dense_replace)
 
 
 @dataclass(frozen=True)
 class LatentFamily(Family):
-    """A family whose attention is MLA under DeepSeek's names.
+    """Family whose attention is MLA under DeepSeek's names.
 
     Attributes:
-        neighbors: whether rotary pairs are neighbors, (2 i, 2 i + 1), in the checkpoint, by its config.
-        inside: the vision-language model type in which alone transformers' auto classes load it, if there is one.
+        neighbors: returns from a config whether rotary pairs are neighbors, (2 i, 2 i + 1), in the checkpoint.
+        inside: vision-language ``model_type`` that transformers' auto classes need to load it; None if it loads alone.
     """
 
     neighbors: Callable[[object], bool] = lambda config: bool(config.rope_interleave)
     inside: str | None = None
 
     def shape(self, config) -> tuple[int, int, int]:
-        """Return the shape as :meth:`Family.shape` does: one KV head with as many dims as are cached."""
+        """Return query heads, one KV head, and a head dimension whose keys and values are as wide as the MLA cache."""
         return config.num_attention_heads, 1, (config.kv_lora_rank + config.qk_rope_head_dim) // 2
 
     def attention_names(self, reader, layer: int) -> list[str]:
-        """Return the names as :meth:`Family.attention_names` does."""
+        """Return the names of a layer's attention tensors, as :meth:`Family.attention_names` does."""
         prefix = ATTENTION_PREFIX.format(layer=layer)
         names = [name for name in reader.names() if name.startswith(prefix)]
         present = {name.removeprefix(prefix) for name in names}
@@ -59,7 +59,7 @@ class LatentFamily(Family):
         return names
 
     def anatomy(self, reader, config, layer: int) -> LatentAnatomy:
-        """The anatomy of one layer on the CPU, in the checkpoint's dtype but for ``up``, which is float64.
+        """Read the anatomy of one layer on the CPU, in the checkpoint's dtype; ``up`` is float64.
 
         Raises:
             SurgeryError: a tensor does not fit the config.
@@ -70,7 +70,7 @@ class LatentFamily(Family):
         rotation = self.rotation(config, layer)
 
         def half_split(rows: Tensor | None, dim: int, start: int) -> Tensor | None:
-            """Return the rows with the rotated ones, from ``start``, in half-split order."""
+            """Put the rotary rows, from ``start`` on, in half-split order."""
             if rows is None or rotation.order is None:
                 return rows
             return rows.index_select(dim, torch.cat([torch.arange(start), start + rotation.order]))
@@ -100,20 +100,20 @@ class LatentFamily(Family):
         )
 
     def rotation(self, config, layer: int) -> Rotation:
-        """Return the rotation of the rotated part alone, as :meth:`Family.rotation` does.
+        """Return the RoPE of the rotary dimensions.
 
-        The conversion leaves it unchanged, so that frequencies may change with lengths beyond the calibration's.
+        The conversion leaves them unchanged, so longrope is supported: its frequencies may change in texts longer than
+        those of calibration.
         """
         rope = config.qk_rope_head_dim
-        partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0  # of whole heads
+        partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0  # a share of the whole head
         width = rope + config.qk_nope_head_dim if partial else rope
         inv_freq, factor = rope_frequencies(config, width, kinds=(*STATIC_ROPE_TYPES, "longrope"))
         return Rotation(inv_freq, factor, half_split_order(rope, rope, interleaved=self.neighbors(config)))
 
 
 def mla_scale(config) -> float:
-    """Return the scale of the logits in DeepSeek's classes: that of whole heads times the square of YaRN's
-    ``mscale_all_dim``."""
+    """Return DeepSeek's scale of attention logits: ``(nope + rope) ** -0.5 * mscale ** 2`` with YaRN's mscale."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     rope = config.rope_parameters
     factor, mscale = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0

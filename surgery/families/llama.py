@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3 and what follows their class: optional biases everywhere, llama3 RoPE scaling, free head_dim."""
+"""Llama 1, 2, 3 and models of their class: optional biases, llama3 RoPE scaling, any head_dim."""
 
 from surgery.families.base import Family
 

@@ -1,7 +1,7 @@
-"""Llama 4, text: three layers in four rotate and attend in chunks, with an RMS norm without weight after the rotation.
+"""Llama 4, text: three layers in four have RoPE and chunked attention, with an unweighted RMS norm after RoPE.
 
-A rotation leaves norms unchanged, so that this is a q/k-norm before it. Those layers stay, as their caches stop
-growing by themselves. The others attend to all tokens, unrotated and without that norm, and scale queries by position.
+RoPE preserves norms, so this equals a q/k-norm before it. These layers stay unchanged: their caches are bounded by the
+chunk size. The remaining layers have full attention without RoPE and norm, and scale queries by position.
 """
 
 from surgery.common.errors import SurgeryError
@@ -13,7 +13,7 @@ def _rotates(config, layer: int) -> bool:
 
 
 def _chunk(config, layer: int) -> int | None:
-    """Tokens of a chunk, which is what a cache holds at most and, to texts that are no longer, a window."""
+    """Return the chunk size, which bounds the cache; in texts of one chunk it equals a window."""
     chunked = config.layer_types[layer] == "chunked_attention"
     if _rotates(config, layer) and not chunked:
         raise SurgeryError(f"config.json: layer {layer} of llama4_text rotates and attends to all tokens at once")
@@ -21,7 +21,7 @@ def _chunk(config, layer: int) -> int | None:
 
 
 def _first_otherwise(config) -> int | None:
-    """Queries at p are multiplied by 1 + α log(1 + ⌊(p + 1) / scale⌋); the second chunk begins a chunk's size on."""
+    """Return the first position in a second chunk or with a query scaled by 1 + α log(1 + ⌊(p + 1) / floor_scale⌋)."""
     limits = [config.attention_chunk_size] * ("chunked_attention" in config.layer_types)
     limits += [config.floor_scale - 1] * bool(config.attn_temperature_tuning)
     return min(limits, default=None)

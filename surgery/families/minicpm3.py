@@ -1,4 +1,4 @@
-"""MiniCPM3: DeepSeek-V2's attention, rotated in half-split pairs; multipliers of embeddings, residuals and logits."""
+"""MiniCPM3: DeepSeek-V2's attention with half-split rotary pairs; multipliers of embeddings, residuals and logits."""
 
 import math
 
@@ -6,7 +6,7 @@ from surgery.families.latent_family import LatentFamily, mla_scale
 
 
 def _residual_scale(single, config, layer: int) -> None:
-    single.scale_depth = config.scale_depth / math.sqrt(config.num_hidden_layers)  # its class divides by its own layers
+    single.scale_depth = config.scale_depth / math.sqrt(config.num_hidden_layers)  # its class divides by √layers
 
 
 MINICPM3 = LatentFamily(

@@ -4,7 +4,7 @@ from surgery.families.base import Family, layer_types_window, uniform_window
 
 
 def first_scaled(config) -> int | None:
-    """Queries are multiplied by 1 + β log(1 + ⌊position / this⌋)."""
+    """Return n, the first position with a scaled query: queries are multiplied by 1 + β log(1 + ⌊position / n⌋)."""
     return config.rope_parameters["original_max_position_embeddings"]
 
 

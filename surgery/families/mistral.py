@@ -1,4 +1,4 @@
-"""Mistral: Llama's shapes, and in version 0.1 one sliding window for all layers."""
+"""Mistral: Llama's shapes; version 0.1 has a sliding window in all layers."""
 
 from surgery.families.base import Family, uniform_window
 

@@ -1,4 +1,4 @@
-"""Mistral Small 4: DeepSeek-V3's attention, with queries that are scaled by position as in Ministral 3."""
+"""Mistral Small 4: DeepSeek-V3's attention, with queries scaled by position as in Ministral 3."""
 
 from surgery.families.latent_family import LatentFamily, first_dense, mla_scale
 from surgery.families.ministral import first_scaled

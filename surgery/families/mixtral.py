@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention over experts that pass through."""
+"""Mixtral: Mistral's attention; experts stay unchanged."""
 
 from surgery.families.base import Family, uniform_window
 

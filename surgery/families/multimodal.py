@@ -1,6 +1,7 @@
-"""Multimodal models whose language model is another family's.
+"""Multimodal models whose language model is of a supported family.
 
-It is read as a model of that family, and written back in its place: what is next to it stays to the bit.
+The language model is read as a checkpoint of that family and written back. Other parts (vision tower, projector) stay
+bit-identical.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from typing import Any
 from surgery.common.errors import SurgeryError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-"""Prefixes of the language model's tensors, as transformers and as published checkpoints have them."""
+"""Prefixes of the language model's tensors, in transformers and in published checkpoints."""
 
 INSIDE = "model."
-"""Prefix of all tensors but the output head, as transformers has them."""
+"""Prefix of all tensors but the output head, in transformers."""
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 HOLD_CUSTOM = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 HOLD_CUSTOM += ("qwen3_vl_moe", "surgery_pictures")
-"""Models whose language model may become one of the custom model class, by ``model_type``."""
+"""Models whose language model may convert to the custom model class, by ``model_type``."""
 
 MULTIMODAL = (*HOLD_CUSTOM, "llama4")
 
 
 def text_names(names: Collection[str], where: str) -> dict[str, str]:
-    """Map the language model's tensors among ``names`` to the names of its family.
+    """Map the language model's tensor names among ``names`` to those of its family.
 
     Raises:
-        SurgeryError: there is no language model among them.
+        SurgeryError: ``names`` has no language model.
     """
     prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in names), None)
     if prefix is None:
@@ -39,17 +40,19 @@ def text_names(names: Collection[str], where: str) -> dict[str, str]:
 
 
 def _within(name: str, prefix: str) -> bool:
-    """Return whether a tensor is the language model's; other parts may begin with ``model.`` too."""
+    """Return whether a tensor is the language model's; those of other parts may begin with ``model.`` too."""
     return name.startswith(tuple(prefix + part for part in ("embed_tokens.", "layers.", "norm.")))
 
 
 def put_back(whole: dict[str, Any], text: dict[str, Any], converted: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the whole model with what a conversion changed of its language model.
+    """Return the multimodal config.json with the fields that a conversion changed in its language model.
 
     Args:
-        whole: of the source. text: of the language model, as it was read. converted: the same as it became.
+        whole: of the source.
+        text: of its language model.
+        converted: of the converted language model.
     """
     changed = {name: value for name, value in converted.items() if text.get(name) != value}
-    if not isinstance(whole.get("text_config"), dict):  # early checkpoints of Qwen2.5-VL say it at the top
+    if not isinstance(whole.get("text_config"), dict):  # early checkpoints of Qwen2.5-VL have its fields on top
         return {**whole, **changed}
     return {**whole, "text_config": {**whole["text_config"], **changed}}

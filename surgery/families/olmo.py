@@ -1,6 +1,6 @@
-"""OLMo 2 and OLMo 3: one RMS norm over all heads of queries, one over all of keys, and no norm before the attention.
+"""OLMo 2 and OLMo 3: RMS norms over all query heads and over all key heads, and no norm before the attention.
 
-OLMo 3 has windows in three of four layers, and a RoPE of their own.
+OLMo 3 has sliding windows in three of four layers, with their own RoPE.
 """
 
 from surgery.families.base import Family, layer_types_window

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values; sliding windows in some layers where switched on."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; optional sliding windows in some layers."""
 
 from surgery.families.base import Family, layer_types_window
 

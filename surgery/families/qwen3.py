@@ -1,4 +1,4 @@
-"""Qwen3: RMS norms on each head's queries and keys, head_dim apart from hidden size."""
+"""Qwen3: per-head RMS norms on queries and keys, head_dim independent of the hidden size."""
 
 from surgery.families.base import Family, layer_types_window
 

@@ -1,6 +1,6 @@
-"""Qwen3-Next and the text models of Qwen3.5: one layer in four attends, with a gate on what each head puts out.
+"""Qwen3-Next and the text models of Qwen3.5: attention in one layer of four, with a gate on each head's output.
 
-The others keep the state of a gated delta rule, and stay unchanged.
+The remaining layers have linear attention (gated delta rule) and stay unchanged.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention; experts in every n-th layer, or all but some."""
+"""Qwen3-MoE: Qwen3's attention; experts in every ``decoder_sparse_step``-th layer outside ``mlp_only_layers``."""
 
 from surgery.families.base import Family, uniform_window
 

@@ -1,7 +1,7 @@
-"""The language models of Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3, each rotary pair turned by one of three positions.
+"""Language models of Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 with M-RoPE.
 
-Those are of time, height and width. The same pair of all heads turns by the same one, so that what commutes with the
-rotation of every pair commutes with it too, and merged heads stay exact.
+Each rotary pair uses one of three positions: time, height or width. A pair uses the same one in all heads, so that
+maps that commute with RoPE also commute with M-RoPE, and merged heads stay exact.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors have other names, and queries, keys and values in one matrix: how they are read."""
+"""Mapping of checkpoints with other tensor names and a fused query-key-value matrix."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FUSED = "self_attn.qkv_proj."
 
 @dataclass(frozen=True)
 class Renamed:
-    """Other spellings of a family's tensors and config.
+    """Mapping of a family's tensor names and config keys to Llama's.
 
     Attributes:
-        names: patterns of its names, and the other families' names for them, applied one after the other. What holds
-            queries, keys and values is ``self_attn.qkv_proj``.
-        buffers: a pattern of tensors that are no weights.
-        config: from its config.json the same with sizes under the names that other families have for them.
-        by_head: whether rows of a head's query, key and value stand together; else those of all queries come first.
-        transposed: whether matrices of its attention are stored as [in, out].
+        names: regular expressions and their replacements, applied in order to its tensor names. The fused
+            query-key-value module becomes ``self_attn.qkv_proj``.
+        buffers: regular expression of tensors that are not weights.
+        config: returns its config.json with sizes under Llama's keys.
+        by_head: whether each head's query, key and value rows are adjacent; else all queries come first.
+        transposed: whether attention matrices are stored as [in, out].
     """
 
     names: Mapping[str, str]
@@ -33,10 +33,11 @@ class Renamed:
     transposed: bool = False
 
     def parts(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, Rows]]:
-        """Map stored tensors, by their shapes, to the names that they are read under and their rows.
+        """Map each stored tensor to the names that it is read under and their rows; buffers to none.
 
         Args:
-            config: what :attr:`config` gives.
+            config: as :attr:`config` returns it.
+            shapes: shapes of the stored tensors by name.
         """
         heads, width = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
         views: dict[str, dict[str, Rows]] = {}
@@ -59,14 +60,14 @@ class Renamed:
         return views
 
     def _runs(self, place: int, heads: int, width: int) -> tuple[tuple[int, int], ...]:
-        """Rows of queries, keys or values, which are the first, second or third."""
+        """Return the row ranges of queries (``place`` 0), keys (1) or values (2)."""
         if not self.by_head:
             return ((place * heads * width, (place + 1) * heads * width),)
         return tuple(((3 * head + place) * width, (3 * head + place + 1) * width) for head in range(heads))
 
 
 def whole(config: dict[str, Any], name: str) -> int:
-    """An entry of config.json that has to be a whole number above 0.
+    """Return an entry of config.json that must be a positive integer.
 
     Raises:
         SurgeryError: it is not.

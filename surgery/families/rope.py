@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the frequencies that a config asks for, and the rotation in complex form."""
+"""Rotary position embeddings: frequencies of a config, and the rotation in complex form."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from surgery.common.errors import SurgeryError
 
-# The scalings whose frequencies do not depend on the length of the text. "dynamic" and "longrope" change theirs while
-# decoding, which no conversion that mixes frequencies into weights can follow; of longrope the class computes them.
+# RoPE types whose frequencies do not depend on the text's length. "dynamic" and "longrope" change theirs while
+# decoding; a conversion that folds frequencies into weights cannot follow. For longrope the model class computes them.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LONGROPE = "longrope"
 
 
 def check_not_dynamic(kind: Any) -> None:
-    """Refuse dynamic RoPE, with the one way out: it is default RoPE up to the longest text of the config."""
+    """Raise SurgeryError for dynamic RoPE, which equals default RoPE up to ``max_position_embeddings``."""
     if kind == "dynamic":
         raise SurgeryError(
             "config.json: RoPE type 'dynamic' changes its frequencies in texts over max_position_embeddings, which no "
@@ -28,7 +28,7 @@ def check_not_dynamic(kind: Any) -> None:
 
 
 def unchanged_length(config) -> int | None:
-    """The longest text, in tokens, over which a config's frequencies stay the same; None where they never change."""
+    """Return the longest text, in tokens, for which RoPE frequencies are constant; None if they never change."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != LONGROPE or rope.get("short_factor") == rope.get("long_factor"):
         return None
@@ -38,17 +38,18 @@ def unchanged_length(config) -> int | None:
 def rope_frequencies(
     config, head_dim: int, layer_type: str | None = None, kinds: Sequence[str] = STATIC_ROPE_TYPES
 ) -> tuple[Tensor, float]:
-    """The inverse frequencies of a transformers config and the factor on its cosines and sines.
+    """Compute the inverse frequencies of a transformers config and its attention factor.
 
-    Returns float64 radians per token of shape [n] (the float32 values that transformers computes, so that a conversion
-    rotates as the source does), n ≤ head_dim / 2 pairs being rotated, and the attention factor (1.0 but for YaRN).
+    Returns float64 radians per token [n], n ≤ head_dim / 2 rotated pairs, and the factor on cosines and sines (1.0 but
+    for YaRN and longrope). The frequencies have the float32 values of transformers, so that a conversion rotates as its
+    source does.
 
     Args:
-        layer_type: of the layer, where each type has parameters of its own (Gemma 3).
-        kinds: RoPE types that can be carried; of "longrope" the frequencies are those of short texts.
+        layer_type: type of the layer, for configs with RoPE parameters per type (Gemma 3).
+        kinds: supported RoPE types; "longrope" gives the frequencies of short texts.
 
     Raises:
-        SurgeryError: a RoPE type that the toolkit cannot carry.
+        SurgeryError: a RoPE type that is not supported, or impossible parameters.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -88,10 +89,10 @@ def _is_number(value: Any) -> bool:
 
 
 def half_split_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
-    """Return the rows of a half-split head, all pairs of it, in a head whose first ``rotated`` dims are rotated.
+    """Return the row order that makes a head half-split over all its dims; None if it is in this order already.
 
-    Pairs of those are (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the rest come as pairs that stand
-    still. None if that is the order already.
+    The first ``rotated`` dims are rotated in pairs (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``. The rest
+    become unrotated pairs.
     """
     first = torch.arange(rotated).view(-1, 2).T if interleaved else torch.arange(rotated).view(2, -1)
     still = torch.arange(rotated, head_dim).view(2, -1)
@@ -100,34 +101,34 @@ def half_split_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tenso
 
 
 def to_complex(x: Tensor) -> Tensor:
-    """Half-split real pairs [..., d] as complex numbers [..., d/2]; of 16 bits in complex64, as PyTorch has no less."""
+    """Convert half-split real pairs [..., d] to complex [..., d/2]; 16-bit inputs to complex64, PyTorch's smallest."""
     real, imag = (x.float() if x.itemsize < 4 else x).chunk(2, dim=-1)
     return torch.complex(real.contiguous(), imag.contiguous())
 
 
 def to_real(z: Tensor) -> Tensor:
-    """The inverse of :func:`to_complex`."""
+    """Convert complex pairs [..., d/2] back to half-split real ones [..., d]."""
     return torch.cat([z.real, z.imag], dim=-1)
 
 
 def phases(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """``exp(1j * inv_freq * position)`` [len(positions), len(inv_freq)], complex64 at least; angles in float64."""
+    """Compute ``exp(1j * inv_freq * position)`` [len(positions), len(inv_freq)] with float64 angles."""
     angle = positions.double()[:, None] * inv_freq.to(positions.device)
     return torch.polar(torch.ones_like(angle), angle).to(complex_dtype(dtype))
 
 
 def complex_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the complex dtype for products of a dtype: complex64 at least, as PyTorch does little in less."""
+    """Return the complex dtype of a real dtype, at least complex64: PyTorch does little in complex32."""
     return torch.promote_types(dtype, torch.float32).to_complex()
 
 
 def rotate(x: Tensor, phase: Tensor) -> Tensor:
-    """Rotates half-split ``x`` [..., T, heads, d] by ``phase`` [T, d/2]."""
+    """Rotate half-split ``x`` [..., T, heads, d] by ``phase`` [T, d/2]."""
     return to_real(to_complex(x) * phase[:, None]).to(x)
 
 
 def default_theta(inv_freq: Tensor) -> float | None:
-    """The base θ for which default RoPE gives exactly these frequencies in this order, or None.
+    """Return the base θ for which default RoPE has these frequencies in this order, or None.
 
     Default RoPE is the geometric grid ``θ**(-i/n)``, i = 0 … n-1, starting at 1.
     """

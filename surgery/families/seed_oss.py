@@ -1,4 +1,4 @@
-"""Seed-OSS: biases on queries, keys and values, and heads whose width is apart from the hidden size."""
+"""Seed-OSS: biases on queries, keys and values, head_dim independent of the hidden size."""
 
 from surgery.families.base import Family
 

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama without rotation in every fourth layer; windows where they are switched on."""
+"""SmolLM3: Llama without RoPE in every fourth layer; optional sliding windows."""
 
 from surgery.families.base import Family, layer_types_window
 

@@ -1,4 +1,4 @@
-"""StableLM: a quarter of each head is rotated, LayerNorms."""
+"""StableLM: partial rotation, a quarter of each head; LayerNorms."""
 
 from surgery.families.base import Family
 

@@ -1,4 +1,4 @@
-"""StarCoder2: biases, LayerNorms, and where the config says so a window in all layers."""
+"""StarCoder2: biases, LayerNorms, optional sliding window in all layers."""
 
 from surgery.families.base import Family, uniform_window
 

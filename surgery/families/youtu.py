@@ -1,4 +1,4 @@
-"""Youtu-LLM: DeepSeek-V3's attention, dense."""
+"""Youtu-LLM: DeepSeek-V3's attention with dense feed-forward layers."""
 
 from surgery.families.latent_family import LatentFamily, mla_scale
 
