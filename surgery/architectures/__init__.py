@@ -1,1 +1,1 @@
-"""Classes of converted models: a stock transformers class where one fits, the project's own otherwise."""
+"""Target architectures of conversions: a stock transformers class where possible, else the custom model class."""

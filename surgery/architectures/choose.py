@@ -1,4 +1,4 @@
-"""Choice of the class that carries a conversion, and its reasons."""
+"""Choice of the target architecture of an MLA conversion, and its reasons."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from surgery.common.errors import SurgeryError
 
 @dataclass(frozen=True)
 class Carrier:
-    """A class that writes the conversion, with the reasons for it."""
+    """Writer for the chosen target architecture, and the reasons for the choice."""
 
     writer: StockMLA | OwnMLA
     reasons: tuple[str, ...]
 
     @property
     def stock(self) -> bool:
-        """Return whether it is a class of transformers."""
+        """True for a stock transformers class."""
         return isinstance(self.writer, StockMLA)
 
 
@@ -34,15 +34,15 @@ def choose_carrier(
     head_sizes: tuple[int, int, int] | None,
     tied: bool,
 ) -> Carrier:
-    """Stock ``deepseek_v3`` where it can carry the conversion, the custom model class otherwise.
+    """Choose stock ``deepseek_v3`` where it can hold the conversion, else the custom model class.
 
     Args:
-        obstacles: why stock cannot, :func:`surgery.architectures.deepseek_v3.obstacles`.
-        head_sizes: to which stock heads are padded, see :class:`StockMLA`.
-        tied: whether stock embeddings may be the output head too, as in the source.
+        obstacles: reasons against stock, from :func:`surgery.architectures.deepseek_v3.obstacles`.
+        head_sizes: sizes to which stock heads are padded, see :class:`StockMLA`.
+        tied: whether the stock class may tie embeddings and output head, as the source does.
 
     Raises:
-        SurgeryError: "stock" is wanted and impossible.
+        SurgeryError: ``choice`` is "stock", which cannot hold the conversion.
     """
     if choice == "own":
         return Carrier(OwnMLA(spec), ("asked for",))

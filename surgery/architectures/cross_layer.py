@@ -1,6 +1,6 @@
-"""Layers that share a cache, in the project's own model class: names, shapes and config of what is written.
+"""Layers that share a cache, in the custom model class: names and shapes of new tensors, and config.json.
 
-All tensors of the source are kept, byte for byte; a shared basis stands next to them.
+All tensors of the source are copied byte for byte; the shared basis is added.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ REASON = "no stock class has layers that share a cache"
 
 @dataclass(frozen=True)
 class OwnCrossLayer:
-    """Writes one conversion for :class:`surgery.model.SurgeryForCausalLM`.
+    """Writer of layers that share a cache, for :class:`surgery.model.SurgeryForCausalLM`.
 
     Attributes:
-        groups: first layer of each group, and the one after its last.
-        entries: of the first layer of each group.
-        layers: of the model; those in no group keep their own attention and cache.
-        width: numbers that a layer of the source caches per token.
-        dtype: of the new tensors.
+        groups: layer ranges [start, stop), one per group.
+        entries: config entry of each group's first layer.
+        layers: number of layers of the model; layers outside all groups keep their attention and cache.
+        width: elements that a layer of the source caches per token.
+        dtype: dtype of the new tensors.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ class OwnCrossLayer:
     dtype: torch.dtype
 
     def config(self, source: dict) -> dict:
-        """The config.json of the converted model."""
+        """Return the config.json of the converted model."""
         layers: list[LayerEntry] = [StockEntry()] * self.layers
         for (start, stop), entry in zip(self.groups, self.entries, strict=True):
             for index in range(start, stop):
@@ -49,7 +49,7 @@ class OwnCrossLayer:
         return own_config(source, layers)
 
     def plan(self) -> dict[str, TensorSpec]:
-        """Names, dtypes and shapes of the new tensors."""
+        """Return the dtypes and shapes of the new tensors by name."""
         return {
             ATTENTION_PREFIX.format(layer=index) + name: TensorSpec(self.dtype, shape)
             for (start, stop), entry in zip(self.groups, self.entries, strict=True)
@@ -62,7 +62,7 @@ class OwnCrossLayer:
         }
 
     def tensors(self, group: int, basis: SharedBasis, anatomies: Sequence[AttentionAnatomy]) -> dict[str, Tensor]:
-        """A group's new tensors, as planned; ``anatomies`` of its layers."""
+        """Return the new tensors of a group of layers with these ``anatomies``, as planned."""
         start = self.groups[group][0]
         result = {}
         for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
@@ -72,19 +72,19 @@ class OwnCrossLayer:
         return result
 
     def latent_tensors(self, group: int, basis: SharedBasis, weights: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the tensors for MLA, whose caches hold latents times the ``weights`` [r] of their norms; float64."""
+        """Return a group's new tensors for MLA; its caches hold latents times the norms' ``weights`` [r], float64."""
         start = self.groups[group][0]
         result = {}
         for place, (down, up, weight) in enumerate(zip(basis.down, basis.up, weights, strict=True)):
             prefix = ATTENTION_PREFIX.format(layer=start + place)
-            unweighted = torch.where(weight == 0, 0, 1 / weight)  # what has no weight is never read
+            unweighted = torch.where(weight == 0, 0, 1 / weight)  # channels of weight 0 are never read
             result[prefix + "basis_down"] = (down * unweighted).to(self.dtype).contiguous()
             result[prefix + "basis_up"] = (up * weight[:, None]).to(self.dtype).contiguous()
         return result
 
 
 def _stored(anatomy: AttentionAnatomy, rows: Tensor) -> Tensor:
-    """Rows [n, r] of a layer's keys and values, keys in the checkpoint's order."""
+    """Put the key rows of a layer's keys and values [n, r] in the checkpoint's order."""
     keys = anatomy.kv_heads * anatomy.head_dim
     heads = rows[:keys].unflatten(0, (anatomy.kv_heads, anatomy.head_dim))
     return torch.cat([anatomy.stored(heads).flatten(0, 1), rows[keys:]])

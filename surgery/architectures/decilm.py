@@ -1,8 +1,7 @@
-"""DeciLM (``nemotron-nas``): a Llama whose layers may have different numbers of KV heads, in vLLM and llama.cpp.
+"""DeciLM (``nemotron-nas``): a Llama with a number of KV heads per layer, supported by vLLM and llama.cpp.
 
-The tensors are Llama's. What the engines read of the config: vLLM ``model_executor/models/nemotron_nas.py`` (through a
-config class with attributes, which has to travel with the checkpoint), llama.cpp ``convert_hf_to_gguf.py``
-(``DeciModel``), both as of 2025.
+The tensors are Llama's. Readers of the config, as of 2025: vLLM ``model_executor/models/nemotron_nas.py``, through a
+config class whose code ships with the checkpoint, and llama.cpp ``convert_hf_to_gguf.py`` (``DeciModel``).
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from surgery.checkpoint.kv_widths import DECILM
 from surgery.common.errors import SurgeryError
 
 CONFIG_CODE = Path(model.__file__).with_name("configuration_decilm.py")
-# Feed-forward widths are rounded up to a multiple of it.
+# Feed-forward widths are rounded up to a multiple of this.
 WIDTH_MULTIPLE = 256
 
 
 def check(source: dict[str, Any]) -> None:
-    """Refuses what DeciLM cannot hold, or an engine would compute otherwise.
+    """Check that DeciLM can hold a model, and that the engines compute it correctly.
 
     Args:
         source: a config.json.
 
     Raises:
-        SurgeryError: not a Llama, biases, heads of another width than ``hidden_size / num_attention_heads``, scaled
-            rotations that llama.cpp would leave out, or a feed-forward width that is no multiple of 256.
+        SurgeryError: not a Llama, biases, a ``head_dim`` other than ``hidden_size / num_attention_heads``, RoPE scaling
+            that llama.cpp would ignore, or a feed-forward width that is not a multiple of 256.
     """
     problem = None
     head_dim = source["hidden_size"] / source["num_attention_heads"]
@@ -48,10 +47,10 @@ def check(source: dict[str, Any]) -> None:
 
 
 def config_with_heads(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
-    """The config.json of a Llama with so many KV heads by layer.
+    """Return the config.json of a Llama with ``heads`` KV heads per layer.
 
     Raises:
-        SurgeryError: as :func:`check`.
+        SurgeryError: see :func:`check`.
     """
     check(source)
     blocks = [
@@ -72,14 +71,14 @@ def config_with_heads(source: dict[str, Any], heads: Sequence[int]) -> dict[str,
         "auto_map": {"AutoConfig": f"{CONFIG_CODE.stem}.DeciLMConfig"},
         "block_configs": blocks,
     }
-    # llama.cpp looks for it here, not among the parameters of the rotation.
+    # llama.cpp reads it here, not from the RoPE parameters.
     if original := _rope(source).get("original_max_position_embeddings"):
         config["original_max_position_embeddings"] = original
     return config
 
 
 def feed_forward_width(multiplier: float, hidden: int) -> int:
-    """``2/3 · multiplier · hidden`` without its fraction, rounded up to a multiple of 256: the engines' rule."""
+    """Compute ``int(2/3 · multiplier · hidden)`` rounded up to a multiple of 256, which is the engines' rule."""
     return -(-int(2 * multiplier * hidden / 3) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 

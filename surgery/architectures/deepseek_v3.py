@@ -1,17 +1,17 @@
-"""MLA as a dense stock ``deepseek_v3``: the names, shapes and config that transformers and other engines load.
+"""MLA as a dense stock ``deepseek_v3``: names, shapes and config that transformers and other engines load.
 
-What the stock class fixes, and how a converted layer meets it:
+Constraints of the stock class, and how a converted layer satisfies them:
 
 - softmax scale ``(nope + rope)^-1/2``: folded into the up-projection of the keys and the rotary queries;
 - an RMS norm on the latent: neutralized (:mod:`surgery.architectures.neutral_norm`);
-- a tiny latent, which would take weights too small for float16 and for the scales of quantized weights: the norm
+- a tiny latent, whose weights alone would be too small for float16 and for the scales of quantized weights: the norm
   before the attention is scaled down instead, and queries and rotary keys are scaled up;
-- rotary pairs interleaved: rows permuted;
-- one frequency grid: default RoPE of another base where that fits, otherwise the list itself, as longrope factors;
-- no bias on queries: carried by a full-rank query latent with a constant channel;
-- ``rms_norm_eps`` 1e-6 for the tiny-latent norm: any other is met by rescaling the residual stream, exactly;
-- head sizes that an engine's kernels are built for: zero rows and columns, which cost weights and, among the rotary
-  dimensions only, cache.
+- interleaved rotary pairs: rows are permuted;
+- one frequency grid: default RoPE of another base if that fits, else explicit frequencies as longrope factors;
+- no query bias: a full-rank query latent with a constant channel adds it;
+- ``rms_norm_eps`` 1e-6 for the tiny-latent norm: another eps is matched exactly by rescaling the residual stream;
+- head sizes that an engine's kernels support: zero padding, which adds weights and, in the rotary dimensions only,
+  cache.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ MODEL_TYPE = "deepseek_v3"
 INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
 
 ROPE_SCALE = 2.0**-4
-"""Scale of rotary keys next to a tiny latent. One tensor holds what makes both, and one scale of fp8 must reach
-both."""
+"""Scale of rotary keys next to a tiny latent: one tensor projects both, and must suit one fp8 scale."""
 LARGEST_QUERY = 2.0**15
-"""Largest query weights, half of what float16 holds; rotary keys are larger where queries would exceed it."""
+"""Limit of query weights, half of float16's; the scale of rotary keys grows where queries would exceed it."""
 
 
 def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, beside: str | None = None) -> list[str]:
-    """Return why the stock class cannot carry a conversion; empty if it can.
+    """Return the reasons why the stock class cannot hold a conversion; empty if it can.
 
     Args:
         config: the source's config.json.
-        experts, mlp_bias: what the source's feed-forward layers have.
-        beside: what else its layers have around the attention.
+        experts, mlp_bias: whether the source's feed-forward layers have experts or biases.
+        beside: other parts of its layers that the stock class lacks.
     """
     reasons = [] if beside is None else [f"the source has {beside}"]
     if spec.key_norm_eps is not None:
@@ -71,14 +70,14 @@ def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, bes
 
 @dataclass(frozen=True)
 class StockMLA:
-    """Writes one conversion as ``deepseek_v3``.
+    """Writer of MLA as stock ``deepseek_v3``.
 
     Attributes:
-        norm: how the latent's norm is neutralized.
-        rescale: what the residual stream is multiplied by, 1.0 if the source's eps serves.
-        head_sizes: unrotated, rotated and value numbers of a head as they are written, zeros after the model's own;
-            None: no zeros.
-        untied: whether embeddings that are the output head too are written twice.
+        spec: shapes of the conversion.
+        norm: neutral norm of the latent.
+        rescale: factor on the residual stream; 1.0 if the source's eps is kept.
+        head_sizes: unrotated, rotary and value dimensions of a head, zero padding included; None: no padding.
+        untied: whether tied embeddings are written twice, as embeddings and output head.
     """
 
     spec: MLASpec
@@ -96,11 +95,10 @@ class StockMLA:
         head_sizes: tuple[int, int, int] | None = None,
         tied: bool = True,
     ) -> StockMLA:
-        """The variant that loads in the most engines.
+        """Choose the variant that loads in the most engines.
 
-        ``auto``: tiny latent where the eps is 1e-6 already; where it is not, tiny latent with a rescaled residual
-        stream if the result then loads everywhere (no biases, default RoPE), otherwise the constant channel, which
-        leaves every other tensor alone.
+        ``auto``: tiny latent if the source's eps is 1e-6. Otherwise tiny latent with a rescaled residual stream if the
+        result then loads everywhere (no biases, default RoPE), else constant channel, which changes no other tensor.
         """
         eps = config.get("rms_norm_eps", TINY_EPS)
         same_eps = math.isclose(eps, TINY_EPS, rel_tol=1e-6)
@@ -122,9 +120,10 @@ class StockMLA:
         return self.spec.ranks[0] + self.norm.extra
 
     def input_scale(self, layer: int) -> float:
-        """The factor of the norm before a layer's attention: a power of two that leaves inputs a length of 1/8, or 1.
+        """Return the factor on the norm before a layer's attention; 1 without a tiny latent.
 
-        Weights of a tiny latent are then near ``8 * norm.scale``, whatever the model's width.
+        It is a power of two that scales inputs to a length near 1/8. Weights of a tiny latent are then near
+        ``8 * norm.scale`` at any hidden size.
         """
         length = self.spec.input_lengths[layer] if self.norm.kind == "tiny" else 0.0
         return 2.0 ** -round(math.log2(8 * length)) if length else 1.0
@@ -143,20 +142,17 @@ class StockMLA:
 
     @property
     def _rotated(self) -> int:
-        """Rotary dimensions that are not zeros."""
+        """Rotary dimensions without padding."""
         return 2 * len(self.spec.inv_freq[0])
 
     @property
     def theta(self) -> float | None:
-        """The base that makes the frequencies default RoPE, or None if they are a list.
-
-        The grid goes on over rotated zeros.
-        """
+        """Base for which default RoPE has these frequencies, extended over the zero padding; None if there is none."""
         theta = default_theta(self.spec.inv_freq[0])
         return None if theta is None else theta ** (self.rope_dim / self._rotated)
 
     def config(self, source: dict) -> dict:
-        """The config.json of the converted model."""
+        """Return the config.json of the converted model."""
         spec = self.spec
         limit = source.get("max_position_embeddings", 2048)
         if self.theta is not None:
@@ -183,7 +179,7 @@ class StockMLA:
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": MODEL_TYPE,
             **{name: source[name] for name in fields.split() if name in source},
-            # Written out because the classes' defaults differ.
+            # Explicit because the classes' defaults differ.
             "tie_word_embeddings": bool(source.get("tie_word_embeddings", False)) and not self.untied,
             "bos_token_id": source.get("bos_token_id"),
             "eos_token_id": source.get("eos_token_id"),
@@ -198,8 +194,8 @@ class StockMLA:
             "rope_interleave": True,
             "rope_theta": rope["rope_theta"],
             "rope_parameters": rope,
-            # Dense: every layer comes before the first mixture of experts, whose fields loaders want all the same.
-            # llama.cpp aborts unless groups of experts are fewer than experts.
+            # Dense: no layer has experts, but loaders require the fields. llama.cpp aborts unless groups of experts are
+            # fewer than experts.
             "first_k_dense_replace": spec.layers,
             "moe_layer_freq": 1,
             "moe_intermediate_size": source["intermediate_size"],
@@ -216,11 +212,11 @@ class StockMLA:
         }
 
     def copied(self, names: list[str]) -> list[str]:
-        """Return which of the source's attention tensors of a layer stay unchanged: none."""
+        """Return the source's attention tensors that are copied unchanged: none."""
         return []
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Names, dtypes and shapes of a layer's attention tensors."""
+        """Return the dtypes and shapes of a layer's attention tensors by name."""
         spec, rank, rope = self.spec, self.rank, self.rope_dim
         query_rows = spec.heads * (self.nope_dim + rope)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -246,14 +242,14 @@ class StockMLA:
         return {prefix + name: TensorSpec(spec.dtype, shape) for name, shape in shapes.items()}
 
     def tensors(self, layer: int, converted: LatentLayer) -> dict[str, Tensor]:
-        """A layer's attention tensors, as planned.
+        """Return a layer's attention tensors, as planned.
 
         Args:
-            converted: latents and rotary keys are of mean square one, on average over channels and tokens.
+            converted: a layer whose latents and rotary keys have mean square one, averaged over channels and tokens.
         """
         spec, rank = self.spec, converted.rank
         source, inputs = converted.source, self.input_scale(layer)
-        # Stock multiplies logits by (nope + rope)^-1/2 where the source has its own scale.
+        # Replaces the source's scale of the logits by stock's (nope + rope)^-1/2.
         scale = source.scale * math.sqrt(self.nope_dim + self.rope_dim)
         pairs = interleaving(self._rotated)
         nope, rope, value = self.nope_dim, self.rope_dim, self.value_dim
@@ -290,21 +286,21 @@ class StockMLA:
         return {prefix + name: tensor.to(spec.dtype).contiguous() for name, tensor in result.items()}
 
     def _query(self, unrotated: Tensor, rotated: Tensor) -> Tensor:
-        """Both parts of every head's query, [H, d, n] and [H, ρ, n], as they are written, [H, nope + rope, n]."""
+        """Pad and join the unrotated [H, d, n] and rotary [H, ρ, n] parts of queries: [H, nope + rope, n]."""
         return torch.cat([zero_rows(unrotated, self.nope_dim), zero_rows(rotated, self.rope_dim)], dim=1)
 
     def _rope_scale(self, rope_query: Tensor) -> float:
-        """The factor of rotary keys, a power of two; their queries [H, ρ, D] are divided by it."""
+        """Return the factor on rotary keys, a power of two; the rotary queries [H, ρ, D] are divided by it."""
         if self.norm.kind != "tiny" or not rope_query.numel():
             return 1.0
         largest = max(float(rope_query.abs().max()), torch.finfo(torch.float32).tiny)
         return max(ROPE_SCALE, 2.0 ** math.ceil(math.log2(largest / LARGEST_QUERY)))
 
     def rescaled(self, names: list[str]) -> dict[str, float]:
-        """Factors for tensors outside the attention: the norms before it, and what a rescaled residual stream needs.
+        """Return factors on tensors outside the attention: input norms, and tensors that write to the residual stream.
 
-        With the stream multiplied by a, ``rms_norm(a h, eps a²) = rms_norm(h, eps)``: all that writes into the stream
-        is multiplied by a. Tied output embeddings are undone in the final norm's weight.
+        ``rms_norm(a h, eps a²) = rms_norm(h, eps)``: all that writes into a stream scaled by a is multiplied by a.
+        The final norm's weight is divided by a if the output head is tied to the embeddings.
         """
         scales = {INPUT_NORM.format(layer=layer): self.input_scale(layer) for layer in range(self.spec.layers)}
         factors = {name: scales[name] for name in names if scales.get(name, 1.0) != 1.0}
@@ -318,12 +314,12 @@ class StockMLA:
 
 
 def zero_rows(tensor: Tensor, rows: int) -> Tensor:
-    """``tensor`` [..., n, m] with zeros after its rows, [..., rows, m]."""
+    """Zero-pad the rows of ``tensor`` [..., n, m] to [..., rows, m]."""
     return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[-2]))
 
 
 def _frequency_factors(inv_freq: Tensor, base: float) -> list[float]:
-    """LongRoPE factors for which transformers computes exactly these float32 frequencies, up to its last bit."""
+    """Return the longrope factors for which transformers computes these float32 frequencies bit for bit."""
     grid = base ** (torch.arange(0, 2 * len(inv_freq), 2, dtype=torch.int64).float() / (2 * len(inv_freq)))
     target = inv_freq.float()
     factor = (1.0 / (inv_freq.double() * grid.double())).float()

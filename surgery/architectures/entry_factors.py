@@ -1,13 +1,12 @@
-"""Tensors that training must leave unchanged or scale, so that a checkpoint's class goes on computing what it is meant
-to.
+"""Per-parameter learning-rate multipliers (entry factors) of converted checkpoints.
 
-Stock MLA classes normalize the latent, and conversions make that norm the identity (:mod:`.neutral_norm`). Its weight
-must not move, nor a channel that is constant, nor what reads it: after the norm it may be in the thousands, and one
-step of an optimizer would drown all else. Latents that were scaled down to be small next to the norm's eps must move in
-proportion to their size, and so must what is larger where the inputs are smaller.
+Stock MLA classes normalize the latent, and conversions turn that norm into the identity (:mod:`.neutral_norm`).
+Training must freeze its weight, a constant channel, and the columns that read this channel: after the norm it may be in
+the thousands, and one optimizer step would dominate the output. Weights of a tiny latent move in proportion to its
+scale, and so do weights that were enlarged to compensate for smaller inputs.
 
-Packed rows have a step for every channel, of any size. What makes a channel moves in proportion to its step; what reads
-channels stays, as the projections of queries and outputs next to it learn as much.
+Packed rows have a step per channel, of any size. Weights that produce a channel move in proportion to its step. Weights
+that read channels are frozen: the adjacent query and output projections learn as much.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from surgery.families.base import ATTENTION_PREFIX
 
 ROW_READERS = ("query_up", "key_up", "value_up", "shared_down")
 STEPS_OF_INPUT = 1e-3
-"""Steps of a channel by which a moved weight may move it, times the input channels: with it a step of training at a
-learning rate of 1e-4 moves a value by at most a tenth of its step where inputs have size 1. Tried on the demo model
-alone."""
+"""A channel's multiplier is its quantization step / (this × input channels). At a learning rate of 1e-4 and inputs of
+size 1, a training step moves a value by at most a tenth of its quantization step. Tested on the demo model only."""
 
 
 def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
-    """Rules for `surgery.training.entry_factors`, by parameter name; empty where all may move freely."""
+    """Return the rules for `surgery.training.entry_factors` by parameter name; empty if none is restricted."""
     if reader.config.get("attention_layers"):
         return _packed_rows(reader)
     if MODEL_TYPE not in (reader.config.get("model_type"), reader.config.get("base_model_type")):
@@ -44,7 +42,7 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
         weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
         biases = reader.tensor(bias)[:width] if bias in reader else None
         norm = recognized_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), biases)
-        if norm is None:  # a norm that does something, as in DeepSeek's own models
+        if norm is None:  # a real norm, as in DeepSeek's own models
             continue
         rules[prefix + "kv_a_layernorm.weight"] = True
         if norm.extra:
@@ -61,7 +59,7 @@ def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _packed_rows(reader: CheckpointReader) -> dict[str, Any]:
-    """Rules for layers that cache packed rows; factors are powers of two."""
+    """Return the rules for layers that cache packed rows; factors are powers of two."""
     rules: dict[str, Any] = {}
     for layer, entry in enumerate(layer_entries(reader.config)):
         if not entry.quantizes:
@@ -81,9 +79,9 @@ def _packed_rows(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _tiny_latent(reader: CheckpointReader, layer: int, width: int, norm: NeutralNorm) -> dict[str, Any]:
-    """Rules for what makes a tiny latent, and for what reads inputs that are scaled with it.
+    """Return the rules for the weights of a tiny latent, and for the queries that read the same scaled inputs.
 
-    Factors are relations of sizes, so that nothing is to be balanced between what makes and what reads a latent.
+    Factors are ratios of weight sizes, so they need no tuning between producers and readers of a latent.
     """
     prefix = ATTENTION_PREFIX.format(layer=layer)
     weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
@@ -103,15 +101,15 @@ def _tiny_latent(reader: CheckpointReader, layer: int, width: int, norm: Neutral
 
 
 def _ratio(tensor: Tensor, other: Tensor) -> float:
-    """The power of two next to the relation of two root mean squares; 1 where one is 0."""
+    """Return the ratio of two RMS values, rounded to a power of two; 1 if either is 0."""
     sizes = [float(each.double().square().mean().sqrt()) for each in (tensor, other)]
     return 2.0 ** round(math.log2(sizes[0] / sizes[1])) if all(sizes) else 1.0
 
 
 def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:
-    """Rules for the query latent [x ; 1] by which stock queries have biases; empty where there is none.
+    """Return the rules for the query latent [x ; 1], which gives stock queries a bias; empty without one.
 
-    What makes it, and its norm, only hand inputs on: all that a query can learn is in what reads them.
+    Its down projection and norm only copy the inputs, so they are frozen; ``q_b_proj`` learns.
     """
     names = [prefix + name for name in ("q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight")]
     if not all(name in reader for name in names):
@@ -121,5 +119,5 @@ def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:
     if not torch.equal(weight, torch.eye(channels + 1, channels, dtype=weight.dtype) * scale):
         return {}
     norm = reader.tensor(names[2])
-    factor = float(norm[0]) * scale / (float(norm[-1]) * constant)  # of inputs to the constant, after the norm
+    factor = float(norm[0]) * scale / (float(norm[-1]) * constant)  # ratio of inputs to the constant, after the norm
     return {**dict.fromkeys(names, True), prefix + "q_b_proj.weight": {"columns": [channels], "factor": factor}}

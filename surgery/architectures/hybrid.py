@@ -1,6 +1,6 @@
-"""Full and streaming heads in the project's own model class: which heads can stream, entries and tensors of a layer.
+"""Full and streaming heads in the custom model class: heads that can stream, config entries and tensors of a layer.
 
-Tensors keep the names and shapes of the source's; heads are moved so that full ones come first.
+Tensors keep the source's names and shapes; heads are permuted so that full ones come first.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ REASON = "no stock class keeps some heads of a layer whole and a window of the o
 
 @dataclass(frozen=True)
 class Unit:
-    """KV heads of one layer that share what they cache.
+    """KV heads of one layer that share cached elements.
 
     Attributes:
-        heads: of them.
-        width: numbers that they cache of a token.
-        blocks: of low-rank latents that they are rebuilt from; none of other attention.
+        heads: indices of these KV heads.
+        width: elements that they cache per token.
+        blocks: indices of the low-rank blocks that they are rebuilt from; empty for other attention.
     """
 
     heads: tuple[int, ...]
@@ -45,13 +45,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class StreamableModel:
-    """A checkpoint whose heads can be made to stream.
+    """Checkpoint whose heads can become streaming heads.
 
     Attributes:
         config: its config.json.
-        kv_heads: G, the same in every layer.
-        head_dim: d.
-        units: of every layer.
+        kv_heads: KV heads of a layer, equal in all layers.
+        head_dim: head dimension.
+        units: of each layer, its groups of KV heads that can stream together.
     """
 
     config: dict
@@ -61,10 +61,10 @@ class StreamableModel:
 
     @classmethod
     def of(cls, path: Path, config: dict, loaded) -> StreamableModel:
-        """Reads what can stream; ``loaded`` is the transformers config.
+        """Read a checkpoint's streamable heads; ``loaded`` is its transformers config.
 
         Raises:
-            SurgeryError: nothing can; says what it is and what to do.
+            SurgeryError: its heads cannot stream; the message has the reason and a remedy.
         """
         if config["model_type"] == "deepseek_v3":
             raise SurgeryError.at(
@@ -108,9 +108,9 @@ class StreamableModel:
         return len(self.units)
 
     def bytes_at(self, full: BoolTensor, tokens: int, window: int, itemsize: int, extra: float = 0.0) -> float:
-        """KV bytes of a plan with these full heads [L, G] after ``tokens`` tokens of one sequence.
+        """Compute the KV bytes of one sequence of ``tokens`` tokens with these full heads [L, G].
 
-        ``window`` tokens stay of streaming heads, and ``extra`` bytes are added for each of these heads.
+        Streaming heads cache ``window`` tokens and take ``extra`` bytes each on top.
         """
         total = 0.0
         for layer, layer_units in enumerate(self.units):
@@ -121,7 +121,7 @@ class StreamableModel:
         return total
 
     def entries(self, plan) -> list[LayerEntry]:
-        """The entries of a config.json, for a :class:`surgery.heads.plan.HeadPlan`."""
+        """Return the layer entries of config.json for a :class:`surgery.heads.plan.HeadPlan`."""
         entries = layer_entries(self.config)
         return [
             entry if plan.full[layer].all() else self._entry(entry, layer, plan) for layer, entry in enumerate(entries)
@@ -145,7 +145,7 @@ class StreamableModel:
 
 
 def moved_names(reader: CheckpointReader, layer: int) -> list[str]:
-    """The tensors of a layer in which heads have places."""
+    """Return the names of a layer's tensors that a permutation of heads may change."""
     prefix = ATTENTION_PREFIX.format(layer=layer)
     moved = ("q_proj.", "k_proj.", "v_proj.", "o_proj.weight", "q_norm.", "k_norm.")
     prefixes = tuple(f"{prefix}{name}" for name in moved)
@@ -153,14 +153,14 @@ def moved_names(reader: CheckpointReader, layer: int) -> list[str]:
 
 
 def moved_tensors(reader: CheckpointReader, layer: int, order: list[int]) -> dict[str, Tensor]:
-    """Return those tensors with the KV heads in another order, in their own dtype."""
+    """Return a layer's tensors with the KV heads in another order, in their own dtype."""
     prefix = ATTENTION_PREFIX.format(layer=layer)
     tensors = {name.removeprefix(prefix): reader.tensor(name) for name in moved_names(reader, layer)}
     return {prefix + name: tensor.contiguous() for name, tensor in permute_heads(tensors, order).items()}
 
 
 def _units_of_blocks(blocks: Sequence[Block]) -> tuple[Unit, ...]:
-    """Heads that are connected by blocks of latents, and these blocks."""
+    """Group heads that share latent blocks, directly or through other heads."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, block in enumerate(blocks):
         heads, numbers = {*block.keys, *block.values}, [number]
@@ -179,5 +179,5 @@ def _units_of_blocks(blocks: Sequence[Block]) -> tuple[Unit, ...]:
 
 
 def compensation_bytes(head_dim: int) -> int:
-    """Return the bytes of a compensated head besides its window: the sums of dropped keys and values, in float32."""
+    """Return the bytes that a compensated head adds to its window: sums of evicted keys and values, in float32."""
     return 2 * head_dim * torch.float32.itemsize

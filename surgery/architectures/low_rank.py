@@ -1,6 +1,6 @@
-"""Low-rank keys and values in the project's own model class: names, shapes and config of what is written.
+"""Low-rank keys and values in the custom model class: names and shapes of new tensors, and config.json.
 
-The class keeps the source's biases and norms, byte for byte, and its query and output projections, refitted or not.
+The source's biases and norms are copied byte for byte. Query and output projections may be refitted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ REASON = "no stock class rebuilds keys and values from latents"
 
 @dataclass(frozen=True)
 class OwnLowRank:
-    """Writes one conversion for :class:`surgery.model.SurgeryForCausalLM`.
+    """Writer of low-rank layers for :class:`surgery.model.SurgeryForCausalLM`.
 
     Attributes:
-        anatomy: of any layer of the source; all have one shape.
-        blocks: every layer's latents; none of a layer that keeps its attention.
-        shared_layers: how many layers before each one hand their latents on to it.
-        sinks, window: tokens that are read exactly next to the latents; 0 for none.
+        anatomy: anatomy of any layer of the source; all have the same shapes.
+        blocks: latent blocks of each layer; empty for a layer that keeps its attention.
+        shared_layers: for each layer, the number of preceding layers whose latents it reads.
+        sinks, window: full-precision tokens next to the latents; 0 for none.
     """
 
     anatomy: AttentionAnatomy
@@ -52,20 +52,20 @@ class OwnLowRank:
         return frozenset(layer for layer, blocks in enumerate(self.blocks) if not blocks)
 
     def rank(self, layer: int) -> int:
-        """Latents of a layer: what it caches of every token."""
+        """Return the latents that a layer caches per token."""
         return sum(block.rank for block in self.blocks[layer])
 
     def shared_rank(self, layer: int) -> int:
-        """Latents of earlier layers that a layer reads."""
+        """Return the latents of earlier layers that a layer reads."""
         return sum(self.rank(other) for other in range(layer - self.shared_layers[layer], layer))
 
     def config(self, source: dict) -> dict:
-        """The config.json of the converted model."""
+        """Return the config.json of the converted model."""
         layers = range(len(self.blocks))
         return own_config(source, [StockEntry() if layer in self.kept else self.entry(layer) for layer in layers])
 
     def entry(self, layer: int) -> LowRankEntry:
-        """The entry of a converted layer."""
+        """Return the config entry of a converted layer."""
         return LowRankEntry(**self._latents(layer), sinks=self.sinks, window=self.window)
 
     def _latents(self, layer: int) -> dict[str, Any]:
@@ -73,13 +73,13 @@ class OwnLowRank:
         return {"blocks": self.blocks[layer], **shared}
 
     def copied(self, names: Sequence[str]) -> list[str]:
-        """Return which of the source's attention tensors of a layer stay unchanged."""
+        """Return the source's attention tensors of a layer that are copied unchanged."""
         prefixes = "q_proj.bias", "q_norm.", "k_norm.", "o_proj.bias", "sinks"
         prefixes += ("k_proj.", "v_proj.") if self.window else ()
         return [name for name in names if name.rpartition("self_attn.")[2].startswith(prefixes)]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Names, dtypes and shapes of a layer's new tensors."""
+        """Return the dtypes and shapes of a layer's new tensors by name."""
         anatomy = self.anatomy
         shapes = {
             "q_proj.weight": tuple(anatomy.stored_queries()[0].shape),
@@ -99,7 +99,7 @@ class OwnLowRank:
         return {prefix + name: TensorSpec(anatomy.q.dtype, shape) for name, shape in shapes.items()}
 
     def tensors(self, layer: int, converted: LowRankLayer) -> dict[str, Tensor]:
-        """A layer's new tensors, as planned."""
+        """Return a layer's new tensors, as planned."""
         source, shared = converted.source, converted.shared
         result = {
             "q_proj.weight": source.stored_queries()[0],
@@ -126,11 +126,11 @@ class OwnLowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnQuantizedLowRank(OwnLowRank):
-    """Writes low-rank layers with a cache of packed rows.
+    """Writer of low-rank layers with a cache of packed rows.
 
     Attributes:
-        runs: of the latents of each layer; none of a layer that keeps its attention.
-        first_tokens: whose latents stay in full precision.
+        runs: bit runs of each layer's latents; empty for a layer that keeps its attention.
+        first_tokens: number of first tokens whose latents stay in full precision.
     """
 
     runs: tuple[Runs, ...]
@@ -139,12 +139,12 @@ class OwnQuantizedLowRank(OwnLowRank):
     has_bias = True
 
     def entry(self, layer: int) -> QuantizedLowRankEntry:
-        """The entry of a converted layer."""
+        """Return the config entry of a converted layer."""
         rows = {"latent_runs": self.runs[layer], "first_tokens": self.first_tokens}
         return QuantizedLowRankEntry(**self._latents(layer), **rows)
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Names, dtypes and shapes of a layer's new tensors."""
+        """Return the dtypes and shapes of a layer's new tensors by name."""
         rank, shared = self.rank(layer), self.shared_rank(layer)
         specs = super().plan(layer) | quantizer_specs(layer, rank)
         if shared:
@@ -153,7 +153,7 @@ class OwnQuantizedLowRank(OwnLowRank):
         return specs
 
     def quantized_tensors(self, layer: int, converted: LowRankLayer, quantizer: TokenQuantizer) -> dict[str, Tensor]:
-        """A layer's new tensors, as planned."""
+        """Return a layer's new tensors, as planned."""
         tensors = self.tensors(layer, converted.to("cpu", torch.float64)) | quantizer_tensors(layer, quantizer)
         if converted.shared_down is not None:
             name = f"{ATTENTION_PREFIX.format(layer=layer)}shared_down.weight"

@@ -1,4 +1,4 @@
-"""Result of a vision-language model, in its class or in ours: config.json, and names of tensors."""
+"""Converted vision-language model, in its class or in the custom model class: config.json and tensor names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ SHARED, ROPE = {"tie_word_embeddings", "dtype"}, {"rope_theta", "rope_scaling"}
 
 
 def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a result, whose language model's is ``config``, and all of it where there is nothing next to.
+    """Return the output config.json: ``config``, inside the vision-language model's if the source is one.
 
     Args:
         reader: of the source.
+        config: config of the converted language model.
     """
     if not reader.stored_names:
         return config
@@ -32,15 +33,15 @@ def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, 
     if whole["model_type"] != MODEL_TYPE:
         own["base_model_type"] = whole["model_type"]
     text = {name: value for name, value in config.items() if name not in ("architectures", "auto_map")}
-    if "text_config" not in whole:  # early checkpoints of Qwen2.5-VL say it at the top
+    if "text_config" not in whole:  # early checkpoints of Qwen2.5-VL have its fields on top
         whole = {name: value for name, value in whole.items() if name not in config.keys() - SHARED | ROPE}
     return {**whole, **own, "text_config": text}
 
 
 def whole_names(reader: CheckpointReader, config: dict[str, Any], tensors: Iterable[str]) -> dict[str, str]:
-    """Map ``tensors``, those of a language model and of the parts next to it, to their names in the files of a result.
+    """Map tensors of the language model, vision tower and projector to their names in the output checkpoint.
 
-    The own class is read under the names of the source's class alone, which published checkpoints need not have.
+    The custom model class needs the names of the source's transformers class; published checkpoints may have others.
     """
     if not reader.stored_names or config["model_type"] != OWN:
         return reader.stored_names

@@ -1,20 +1,20 @@
-"""Making an RMS norm that cannot be left out do nothing.
+"""Neutral norm: an RMS norm that a stock class requires, made the identity.
 
-Stock MLA classes normalize the latent. Two ways to turn that norm into the identity:
+Stock MLA classes normalize the latent. Two methods turn that norm into the identity:
 
-- tiny latent: the latent is so small that the norm's eps is nearly all that counts, and the norm nearly linear. Needs
-  an eps that all engines agree on: transformers fixes the latent norm's at 1e-6, others read ``rms_norm_eps``.
-- constant channel: one more channel holds a large constant from a bias; the norm divides by nothing else. Needs a
-  bias on the down projection, takes one element of the cache, and works with any eps.
+- tiny latent: the latent is so small that eps dominates the mean square, and the norm is nearly linear. Needs an eps
+  that all engines share: transformers fixes the latent norm's at 1e-6, other engines read ``rms_norm_eps``.
+- constant channel: an added channel holds a large constant from a bias, which dominates the mean square. Needs a bias
+  on the down projection, takes one cached element, and works with any eps.
 
-The remaining factor is a known constant; it is folded into the up-projection, and the norm weight is a power of two so
-that no dtype rounds it.
+The remaining factor is a known constant, folded into the up-projection. The norm's weight is a power of two, which no
+dtype rounds.
 
-Error of the tiny latent: with a latent z of ``rank`` channels, scaled by s, the norm returns ``gain * z / (1 + v)^½``
-with v = s² mean(z²) / eps, so that a token is too small by a relative error between 0 and v/2. For latents of mean
-square one, v/2 is 2^-13 in half-precision formats (s = 2^-16), below their own rounding of 2^-9 and 2^-12, and 2^-19 in
-float32 (s = 2^-19). A smaller s would be more exact and leave the range of float16, fp8 and of the scales of
-quantized weights. Checkpoints of earlier versions have s = 2^-30, which float16 and most weight quantizers turn into 0.
+Error of the tiny latent: for a latent z scaled by s, the norm returns ``gain * z / (1 + v)^½`` with
+v = s² mean(z²) / eps, which is too small by a relative error between 0 and v/2. For latents of mean square one, v/2 is
+2^-13 in half-precision formats (s = 2^-16), below their rounding errors of 2^-9 and 2^-12, and 2^-19 in float32
+(s = 2^-19). A smaller s would reduce the error but leave the range of float16, fp8 and the scales of quantized weights.
+Checkpoints of earlier versions have s = 2^-30, which float16 and most weight quantizers round to 0.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from surgery.common.errors import SurgeryError
 HALF_SCALE, WIDE_SCALE, OLD_SCALE = 2.0**-16, 2.0**-19, 2.0**-30
 """Factors of a tiny latent: in bfloat16 and float16, in wider dtypes, and in checkpoints of earlier versions."""
 TINY_EPS = 1e-6
-CONSTANT = 2.0**14  # its square, averaged over the channels, dwarfs a latent of unit size; fits fp16
+CONSTANT = 2.0**14  # its square dominates the mean over a latent of unit size; fits float16
 
 
 @dataclass(frozen=True)
 class NeutralNorm:
-    """A norm over ``width`` channels that passes the first ones through as ``gain * channel``.
+    """RMS norm that passes the latent's channels through as ``gain * channel``.
 
     Attributes:
+        kind: "tiny" or "constant".
         extra: channels added after the latent (0 or 1).
-        scale: factor of the latent in the down projection.
+        scale: factor on the latent in the down projection.
         weight: the norm's weight, a power of two.
-        gain: output per unit of latent; divide the up-projection by it.
+        gain: output per unit of latent; the up-projection is divided by it.
     """
 
     kind: str
@@ -51,7 +52,7 @@ class NeutralNorm:
     gain: float
 
     def down(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The down projection [r, D] and bias [r] as they must be written, [r + extra, D] and [r + extra]."""
+        """Return down projection [r + extra, D] and bias [r + extra] to write, from the latent's [r, D] and [r]."""
         if self.kind == "tiny":
             return weight * self.scale, None if bias is None else bias * self.scale
         bias = weight.new_zeros(len(weight)) if bias is None else bias
@@ -61,30 +62,30 @@ class NeutralNorm:
         )
 
     def up(self, weight: Tensor) -> Tensor:
-        """The up-projection [..., r] as it must be written, [..., r + extra]."""
+        """Return the up-projection [..., r + extra] to write, from that of the latent [..., r]."""
         weight = weight / self.gain
         return torch.nn.functional.pad(weight, (0, self.extra))
 
     def weights(self, rank: int) -> Tensor:
-        """The norm's weight [rank + extra]; 0 for the constant, which would overflow an fp8 cache and is not read."""
+        """Return the norm's weight [rank + extra]; 0 for the constant, which is not read and would overflow fp8."""
         return torch.cat([torch.full((rank,), self.weight), torch.zeros(self.extra)])
 
 
 def tiny_norm(scale: float) -> NeutralNorm:
-    """The tiny-latent way; any width."""
+    """Return the neutral norm of a tiny latent with this scale; any rank."""
     weight = 1 / scale / 1024
     return NeutralNorm("tiny", 0, scale, weight, weight * scale / math.sqrt(TINY_EPS))
 
 
 def constant_norm(rank: int) -> NeutralNorm:
-    """The constant-channel way for a latent of ``rank`` channels."""
+    """Return the neutral norm with a constant channel for a latent of ``rank`` channels."""
     rms = CONSTANT / math.sqrt(rank + 1)
     weight = 2.0 ** round(math.log2(rms))
     return NeutralNorm("constant", 1, 1.0, weight, weight / rms)
 
 
 def neutral_norm(kind: str, rank: int, dtype: torch.dtype) -> NeutralNorm:
-    """The norm of the given kind ("tiny" or "constant") for weights of a dtype.
+    """Return the neutral norm of a kind, "tiny" or "constant", for weights of a dtype.
 
     Raises:
         SurgeryError: an unknown kind.
@@ -97,9 +98,9 @@ def neutral_norm(kind: str, rank: int, dtype: torch.dtype) -> NeutralNorm:
 
 
 def recognized_norm(weight: Tensor, bias: Tensor | None) -> NeutralNorm | None:
-    """The neutral norm of a checkpoint, by the norm's weight [r + extra] and the latent's bias [r + extra], if any.
+    """Recognize a checkpoint's neutral norm by its weight [r + extra] and the latent's bias [r + extra], if any.
 
-    None if it is a norm that does something. Earlier versions wrote the same weight for the constant channel too.
+    None for a real norm. Earlier versions wrote the same weight for the constant channel too.
     """
     for norm in (constant_norm(len(weight) - 1), *map(tiny_norm, (HALF_SCALE, WIDE_SCALE, OLD_SCALE))):
         constant = norm.kind == "tiny" or (

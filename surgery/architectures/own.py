@@ -1,7 +1,7 @@
-"""MLA in the project's own model class: what the stock class cannot carry.
+"""MLA in the custom model class, for models that stock ``deepseek_v3`` cannot hold.
 
-The class keeps the source's own query projection and norm (copied byte for byte) and holds the latent form of
-:mod:`surgery.transforms.latent_layer` next to them.
+The source's query projection and norm are copied byte for byte; the latent form of
+:mod:`surgery.transforms.latent_layer` is added.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from surgery.transforms.latent_layer import LatentLayer
 
 @dataclass(frozen=True)
 class OwnMLA:
-    """Writes one conversion for :class:`surgery.model.SurgeryForCausalLM`."""
+    """Writer of MLA for :class:`surgery.model.SurgeryForCausalLM`."""
 
     spec: MLASpec
 
     def config(self, source: dict) -> dict:
-        """The config.json of the converted model."""
+        """Return the config.json of the converted model."""
         spec = self.spec
         layers = [
             LatentEntry(kv_lora_rank=rank, rope_inv_freq=tuple(inv_freq.tolist()), key_norm_eps=spec.key_norm_eps)
@@ -37,14 +37,14 @@ class OwnMLA:
         return own_config(source, layers)
 
     def copied(self, names: list[str]) -> list[str]:
-        """Return which of the source's attention tensors of a layer stay unchanged."""
+        """Return the source's attention tensors of a layer that are copied unchanged."""
         prefixes = ["q_proj.", "q_norm.", "o_proj.bias", "sinks"]
         if self.spec.key_norm_eps is not None:
-            prefixes.append("k_proj.")  # gives the exact key norm its inverse RMS
+            prefixes.append("k_proj.")  # computes the key norm's inverse RMS exactly
         return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(prefixes))]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Names, dtypes and shapes of a layer's new tensors."""
+        """Return the dtypes and shapes of a layer's new tensors by name."""
         spec, rank = self.spec, self.spec.ranks[layer]
         width = rank + 2 * len(spec.inv_freq[layer])
         shapes = {
@@ -59,9 +59,9 @@ class OwnMLA:
         return {prefix + name: TensorSpec(spec.dtype, shape) for name, shape in shapes.items()}
 
     def tensors(self, layer: int, converted: LatentLayer) -> dict[str, Tensor]:
-        """A layer's new tensors, as planned."""
+        """Return a layer's new tensors, as planned."""
         spec, order = self.spec, converted.neighboring()
-        factor = converted.source.rope_factor**2  # the rest of the scale is the class's own
+        factor = converted.source.rope_factor**2  # the class applies the rest of the scale
         result = {
             "kv_down.weight": converted.down[order],
             "query_up": converted.source.stored(converted.query_up[..., order]) * factor,

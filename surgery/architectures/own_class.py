@@ -1,4 +1,4 @@
-"""The project's own model class as conversions write it: its config.json."""
+"""config.json of the custom model class, ``SurgeryForCausalLM``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ MODEL_TYPE = "surgery"
 
 
 def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: Any) -> dict[str, Any]:
-    """config.json of the custom model class, from that of a family's checkpoint or of one that is of the custom model
-    class already."""
+    """Return config.json of the custom model class, from the source's, whose class may be the custom one already."""
     own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]
@@ -26,17 +25,17 @@ def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: An
 
 
 def with_auto_map(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of the custom model class with the `auto_map` that its layers and its cache need."""
+    """Return config.json of the custom model class with the `auto_map` of its layers and its cache."""
     from surgery.model import auto_map
 
     return {**config, "auto_map": auto_map(config)}
 
 
 def layer_entries(config: dict[str, Any]) -> list[LayerEntry]:
-    """Read what a config.json says of every layer's attention.
+    """Read the attention entry of each layer from a config.json.
 
     Raises:
-        SurgeryError: an entry is damaged.
+        SurgeryError: an entry is invalid.
     """
     try:
         return [

@@ -1,7 +1,7 @@
-"""Fewer KV heads: the names and shapes of what is written, the source's own, and the class that carries them.
+"""Fewer KV heads: choice of the target architecture, and names and shapes of its tensors, which are the source's.
 
-With one number of heads in all layers that is the source's family, with another ``num_key_value_heads``. Layers that
-differ need the project's class, or DeciLM's.
+With the same number of KV heads in all layers the target is the source's class with another ``num_key_value_heads``.
+Numbers that differ between layers need the custom model class or DeciLM.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ OUTPUT = ("o_proj", "weight")
 
 @dataclass(frozen=True)
 class Carrier:
-    """The class that a result is written for.
+    """Target architecture of a conversion to fewer KV heads.
 
     Attributes:
-        config: config.json of the class that verifies the result.
-        own_class: whether that is the project's.
-        final_config: config.json of another class that holds the same tensors, once the result is verified; with it
-            ``final_code``, the files that it needs next to the weights.
+        config: config.json for verification of the result.
+        own_class: whether the target is the custom model class.
+        final_config: config.json of another class for the same tensors, which replaces ``config`` after verification.
+        final_code: code files that ``final_config`` needs next to the weights.
     """
 
     model_type: str
@@ -51,11 +51,11 @@ class Carrier:
 
 
 def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -> Carrier:
-    """The class for layers of so many KV heads.
+    """Choose the target architecture for these numbers of KV heads.
 
     Args:
         source: the source's config.json.
-        heads: KV heads of every layer.
+        heads: number of KV heads of each layer.
         carrier: "auto", "own" or "decilm".
 
     Raises:
@@ -75,22 +75,22 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
 
 
 def holds_kv_heads(model_type: str) -> bool:
-    """Return whether a family's own class knows KV heads apart from query heads."""
+    """Return whether a family's class supports fewer KV heads than query heads."""
     return FAMILIES[model_type].renamed is None
 
 
 def has_head_dim(config: object) -> bool:
-    """Return whether a transformers config's class declares the width of heads apart from their number."""
+    """Return whether the class of a transformers config has a ``head_dim`` field."""
     return "head_dim" in {field.name for field in fields(type(config))}
 
 
 def config_with_query_heads(config: dict[str, Any], heads: int, head_dim: int) -> dict[str, Any]:
-    """A family's config.json with another number of query heads of the same width."""
+    """Return a family's config.json with another number of query heads of the same ``head_dim``."""
     return {**config, "num_attention_heads": heads, "head_dim": head_dim}
 
 
 def config_of_own_class(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
-    """config.json of the project's class; layers with as many heads as the source's have its own attention."""
+    """Return config.json of the custom model class; layers with as many KV heads as the source keep its attention."""
     stock = source.get("num_key_value_heads") or source["num_attention_heads"]
     entries = [StockEntry() if count == stock else GroupedEntry(kv_heads=count) for count in heads]
     return own_config(source, entries)
@@ -99,7 +99,7 @@ def config_of_own_class(source: dict[str, Any], heads: Sequence[int]) -> dict[st
 def planned_attention(
     reader: CheckpointReader, names: list[str], layer: int, heads: int, kv_heads: int, head_dim: int
 ) -> dict[str, TensorSpec]:
-    """Dtype and shape of a layer's attention tensors with that many heads, by the source's names."""
+    """Return the dtypes and shapes of a layer's attention tensors with these numbers of heads, by name."""
     prefix = ATTENTION_PREFIX.format(layer=layer)
     rows = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim, "sinks": heads}
     plan = {}
@@ -111,7 +111,7 @@ def planned_attention(
 
 
 def attention_tensors(anatomy: AttentionAnatomy, layer: int) -> dict[str, Tensor]:
-    """A layer's projections, biases and learned sinks under their names."""
+    """Return a layer's projections, biases and learned sinks by tensor name."""
     queries, query_bias = anatomy.stored_queries()
     parts = {
         "q_proj.weight": queries,

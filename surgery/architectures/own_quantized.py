@@ -1,4 +1,4 @@
-"""MLA in the project's own model class with a cache of packed rows."""
+"""MLA in the custom model class with a cache of packed rows."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ QUANTIZER = "quantizer."
 
 @dataclass(frozen=True)
 class OwnQuantizedMLA(OwnMLA):
-    """Writes one conversion.
+    """Writer of MLA with a cache of packed rows.
 
     Attributes:
-        runs: of the latent and of the shared key of each layer; None of layers that keep their attention.
-        first_tokens: that stay in full precision.
+        runs: bit runs of each layer's latent and shared rotary key; None for layers that keep their attention.
+        first_tokens: number of first tokens that stay in full precision.
     """
 
     runs: tuple[tuple[Runs, Runs] | None, ...]
     first_tokens: int
 
     def entries(self) -> list[QuantizedLatentEntry | StockEntry]:
-        """Return the entries of config.json for the layers."""
+        """Return the layer entries of config.json."""
         return [
             QuantizedLatentEntry(
                 kv_lora_rank=rank,
@@ -48,22 +48,22 @@ class OwnQuantizedMLA(OwnMLA):
         ]
 
     def config(self, source: dict) -> dict:
-        """The config.json of the converted model."""
+        """Return the config.json of the converted model."""
         return own_config(source, self.entries())
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Names, dtypes and shapes of a layer's new tensors."""
+        """Return the dtypes and shapes of a layer's new tensors by name."""
         width = self.spec.ranks[layer] + 2 * len(self.spec.inv_freq[layer])
         return super().plan(layer) | quantizer_specs(layer, width)
 
 
 def quantizer_specs(layer: int, channels: int) -> dict[str, TensorSpec]:
-    """Names, dtypes and shapes of the means and steps of a layer's packed rows."""
+    """Return the dtypes and shapes of the means and steps of a layer's packed rows, by name."""
     prefix = ATTENTION_PREFIX.format(layer=layer) + QUANTIZER
     return dict.fromkeys((prefix + "mean", prefix + "step"), TensorSpec(torch.float32, (channels,)))
 
 
 def quantizer_tensors(layer: int, quantizer: TokenQuantizer) -> dict[str, Tensor]:
-    """A layer's means and steps, as planned."""
+    """Return the means and steps of a layer's packed rows, as planned."""
     prefix = ATTENTION_PREFIX.format(layer=layer) + QUANTIZER
     return {prefix + "mean": quantizer.mean.cpu(), prefix + "step": quantizer.step.cpu()}

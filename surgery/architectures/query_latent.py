@@ -1,6 +1,6 @@
-"""Queries with biases in a class that has none: a full-rank query latent [x ; 1], its norm neutralized.
+"""Query biases in a class without them: a full-rank query latent [x ; 1] with a neutral norm.
 
-The class has biases on what makes latents, so a constant channel does both: it is the 1, and it dwarfs x in the norm.
+The class has a bias on the down projection. It sets a constant channel, which is the 1 and dominates the norm.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 CONSTANT = 2.0**15
-"""Constant channel for unscaled inputs: the norm is off by |x|²/2^31 of its value."""
+"""Constant channel for unscaled inputs: the norm's relative error is |x|²/2^31."""
 LARGEST_WEIGHT = 2.0**14
-"""Largest weight of the norm at the constant channel; its inverse is the least."""
+"""Largest weight of the norm at the constant channel; its inverse is the smallest."""
 
 
 def query_latent(query: Tensor, bias: Tensor, input_scale: float) -> dict[str, Tensor]:
-    """Tensors that compute ``query x + bias`` by way of a latent [x ; 1].
+    """Return tensors that compute ``query x + bias`` through a latent [x ; 1].
 
-    The norm's weight at the constant is chosen so that no bias exceeds the largest weight of its row in ``q_b_proj``:
-    weight quantizers hold both in one scale.
+    The norm's weight at the constant is chosen so that no bias exceeds the largest weight of its row in ``q_b_proj``,
+    since weight quantizers use one scale for both.
 
     Args:
         query: [n, D].
         bias: [n].
-        input_scale: the factor that the inputs x have already.
+        input_scale: factor already applied to the inputs x.
     """
     width = query.shape[1] + 1
     constant = CONSTANT * input_scale

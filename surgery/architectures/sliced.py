@@ -1,8 +1,8 @@
-"""A converted checkpoint with fewer latents: which rows and columns of its tensors stay, and what its config says.
+"""Slicing of a converted checkpoint to fewer latents: rows and columns of its tensors, and config.json.
 
-Conversions put the latents of a block in the order of what they are worth, so the first of them are the best smaller
-model (nested ranks, MatryoshkaKV, arXiv:2410.14731) and slicing is a choice of rows and columns: no number changes but,
-in a stock class whose norm is neutralized by a constant channel, the factor that the norm leaves behind.
+Conversions sort the latents of a block by importance, so the first ones are the best smaller model (nested ranks,
+MatryoshkaKV, arXiv:2410.14731). Slicing selects rows and columns and changes no value, except for the factor of the
+norm in a stock class with a constant channel.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from surgery.model.layer_entry import LayerEntry
 from surgery.model.low_rank_entry import LowRankEntry
 
 Ranks = tuple[tuple[int, ...], ...]
-"""Number of latents in each block of each layer; all but block-wise low rank have one block a layer."""
+"""Number of latents in each block of each layer; one block per layer except for block-wise low rank."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Slice of a tensor: some indices along one dimension, and the factors they are multiplied by."""
+    """Slice of a tensor: indices to keep along one dimension, and a factor on the slice."""
 
     dim: int
     kept: tuple[int, ...]
     factor: float = 1.0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part that stays, in the tensor's dtype."""
+        """Return the slice of a tensor, in its dtype."""
         part = tensor.index_select(self.dim, torch.tensor(self.kept))
         return part if self.factor == 1.0 else (part.double() * self.factor).to(part.dtype)
 
     def spec(self, spec: TensorSpec) -> TensorSpec:
-        """Dtype and shape of that part."""
+        """Return the dtype and shape of the slice."""
         shape = list(spec.shape)
         shape[self.dim] = len(self.kept)
         return TensorSpec(spec.dtype, tuple(shape))
@@ -52,11 +52,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class LatentModel:
-    """A checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``.
+    """Checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``.
 
     Attributes:
         config: its config.json.
-        norm: how the stock class's latent norm is neutralized; None in the custom model class, which has none.
+        norm: neutral norm of the stock class's latents; None for the custom model class.
     """
 
     config: dict
@@ -64,10 +64,10 @@ class LatentModel:
 
     @classmethod
     def of(cls, reader: CheckpointReader) -> LatentModel:
-        """Reads what kind of latents a checkpoint has.
+        """Read the kind of latents of a checkpoint.
 
         Raises:
-            SurgeryError: none that can be cut; says what it is and what to do.
+            SurgeryError: it has no latents that can be sliced; the message has the reason and a remedy.
         """
         path, config = reader.path, reader.config
         kind = config.get("model_type")
@@ -93,12 +93,12 @@ class LatentModel:
 
     @property
     def stock(self) -> bool:
-        """Return whether it is of a class of transformers."""
+        """True for a stock transformers class."""
         return self.norm is not None
 
     @cached_property
     def entries(self) -> list[LayerEntry]:
-        """Entries of all layers, in the custom model class."""
+        """Config entries of all layers, for the custom model class."""
         return layer_entries(self.config)
 
     @property
@@ -112,20 +112,20 @@ class LatentModel:
         return tuple(entry.ranks for entry in self.entries)
 
     def rope_dim(self, layer: int) -> int:
-        """Rotary dimensions that a layer caches of every token next to its latents."""
+        """Return the rotary dimensions that a layer caches per token next to its latents."""
         if self.stock:
             return self.config["qk_rope_head_dim"]
         return getattr(self.entries[layer], "rope_dim", 0)
 
     def fixed(self, layer: int) -> int:
-        """Numbers that a layer caches of every token and that no cut takes away."""
+        """Return the elements that a layer caches per token besides its latents."""
         if self.stock:
             return self.norm.extra + self.rope_dim(layer)
         entry = self.entries[layer]
         return entry.width(SimpleNamespace(**self.config)) - sum(entry.ranks)
 
     def sliced(self, ranks: Ranks) -> LatentModel:
-        """Return the same model with the first so many latents of every block.
+        """Return the model with the first ``ranks`` latents of each block.
 
         Raises:
             SurgeryError: the stock class has one rank for all layers.
@@ -148,7 +148,7 @@ class LatentModel:
         return LatentModel({**self.config, "attention_layers": [entry.to_entry() for entry in layers]}, None)
 
     def kept_rows(self, layer: int, ranks: Ranks) -> tuple[int, ...]:
-        """The rows of a layer's down projection that a cut keeps, rotated ones included."""
+        """Return the rows of a layer's down projection that a slice keeps, rotary ones included."""
         return self.cuts(layer, ranks)[self.down_name + ".weight"].kept
 
     @property
@@ -157,7 +157,7 @@ class LatentModel:
         return "kv_a_proj_with_mqa" if self.stock else "kv_down"
 
     def cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
-        """Return the cuts of a layer's attention tensors, by their names within it; some may not exist."""
+        """Return the cuts of a layer's attention tensors by name within the layer; a tensor may be absent."""
         if self.stock:
             return self._stock_cuts(layer, ranks)
         if isinstance(self.entries[layer], LowRankEntry):
@@ -195,7 +195,7 @@ class LatentModel:
 
 
 def planned_tensors(reader: CheckpointReader, model: LatentModel, ranks: Ranks) -> dict[str, TensorSpec]:
-    """Every tensor of the sliced checkpoint, in the order of the whole one."""
+    """Return the dtypes and shapes of all tensors of the sliced checkpoint, in the order of the whole one."""
     plan = {name: TensorSpec(reader.info(name).dtype, reader.info(name).shape) for name in reader.names()}
     for layer in range(model.layers):
         for name, cut in _cuts_by_name(reader, model, layer, ranks).items():
@@ -204,7 +204,7 @@ def planned_tensors(reader: CheckpointReader, model: LatentModel, ranks: Ranks) 
 
 
 def sliced_tensors(reader: CheckpointReader, model: LatentModel, layer: int, ranks: Ranks) -> dict[str, Tensor]:
-    """A layer's tensors that slicing changes, in their own dtype."""
+    """Return a layer's tensors that slicing changes, in their own dtype."""
     cuts = _cuts_by_name(reader, model, layer, ranks)
     return {name: cut.of(reader.tensor(name)).contiguous() for name, cut in cuts.items()}
 
@@ -215,7 +215,7 @@ def _cuts_by_name(reader: CheckpointReader, model: LatentModel, layer: int, rank
 
 
 def _firsts(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Places of the first ``counts`` of each of several runs of these sizes, one after the other."""
+    """Return the indices of the first ``counts`` elements of each run, for adjacent runs of these sizes."""
     places, start = [], 0
     for size, count in zip(sizes, counts, strict=True):
         places += range(start, start + count)
@@ -224,10 +224,10 @@ def _firsts(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
-    """Return the way to neutralize a stock checkpoint's latent norms.
+    """Return the neutral norm of a stock checkpoint's latents.
 
     Raises:
-        SurgeryError: one of them is a real norm, as in DeepSeek's own models.
+        SurgeryError: a latent norm is real, as in DeepSeek's own models, or norms differ between layers.
     """
     norms, width = set(), reader.config["kv_lora_rank"]
     for layer in range(reader.config["num_hidden_layers"]):

@@ -1,4 +1,4 @@
-"""Stock classes some of whose layers have a sliding window, which a model's weights go into as they are."""
+"""Stock classes that have sliding windows in some layers and take the source's weights unchanged."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from surgery.common.errors import SurgeryError
 
 CARRIERS = {"llama": "ministral", "mistral": "ministral", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""Carriers by the source's ``model_type``; Ministral's layers are Llama's and Mistral's, without biases."""
+"""Target ``model_type`` by the source's; Ministral's layers are Llama's and Mistral's, without biases."""
 CLASSES = {"ministral": "MinistralForCausalLM"}
 OF_LLAMA = ("pretraining_tp", "attention_bias", "mlp_bias")
 REASON = "stock {} has layers with a sliding window and layers with none"
 
 
 def sliding_config(source: dict[str, Any], streams: Sequence[bool], window: int) -> dict[str, Any]:
-    """config.json of the stock class, of a source without windows.
+    """Return config.json of the stock class for a source without windows.
 
     Args:
-        streams: of every layer.
-        window: tokens that a query of such a layer sees, its own among them.
+        streams: for each layer, whether it gets a sliding window.
+        window: sliding window in tokens, the query's own included.
 
     Raises:
-        SurgeryError: no stock class has the source's layers next to such with a window.
+        SurgeryError: no stock class has the source's layers with and without a window.
     """
     carrier = CARRIERS.get(source["model_type"])
     if carrier is None:

@@ -1,4 +1,4 @@
-"""MLA with fewer latents in its own class: the tensors and fields of config.json that change."""
+"""MLA with fewer latents in the source's class: tensors and config.json fields that change."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from surgery.families.latent_family import DOWN, NORM, UP
 
 @dataclass(frozen=True)
 class SmallerLatents:
-    """Writes one conversion.
+    """Writer of MLA with a smaller rank, in the source's class.
 
     Attributes:
-        rank: latents of every layer.
-        rope_dim: rotary dimensions, which stay.
+        reader: of the source.
+        layers: number of layers, without MTP layers.
+        rank: new rank of every layer.
+        rope_dim: rotary dimensions, which do not change.
     """
 
     reader: CheckpointReader
@@ -35,12 +37,12 @@ class SmallerLatents:
         return self.reader.config["model_type"]
 
     def config(self) -> dict[str, Any]:
-        """The source's config.json with the new rank."""
+        """Return the source's config.json with the new rank."""
         config = {**self.reader.config, "kv_lora_rank": self.rank}
         return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
 
     def plan(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Names, dtypes and shapes of the result, from those of the source."""
+        """Return the dtypes and shapes of the output checkpoint's tensors, from those of the source."""
         changed = {
             f"{ATTENTION_PREFIX.format(layer=layer)}{module}.{kind}": shape
             for layer in range(self.layers)
@@ -49,16 +51,17 @@ class SmallerLatents:
         return {name: TensorSpec(spec.dtype, changed.get(name, spec.shape)) for name, spec in tensors.items()}
 
     def reasons(self) -> list[str]:
-        """Return the reasons for the class, and the parts of the source that are missing."""
+        """Return the reason for the class, and a note on MTP layers that are left out."""
         messages = ["the source's own class holds another rank"]
         if further := {name.split(".")[2] for name in self.reader.names() if is_mtp_layer(name, self.layers)}:
             messages.append(f"MTP layers are left out ({len(further)})")
         return messages
 
     def tensors(self, layer: int, smaller: LatentAnatomy) -> dict[str, Tensor]:
-        """A layer's new tensors by their full names, in the source's dtypes.
+        """Return a layer's new tensors by their full names, in the source's dtypes.
 
-        The norm's weight is a power of two, which no dtype rounds, near the source's: what is cached keeps its size.
+        The norm's weight is a power of two, which no dtype rounds, near the source's, so that cached values keep their
+        size.
         """
         rank, prefix = smaller.rank, ATTENTION_PREFIX.format(layer=layer)
         typical = float(self.reader.tensor(f"{prefix}{NORM}.weight").double().abs().mean())

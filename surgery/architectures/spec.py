@@ -1,4 +1,4 @@
-"""Converted model, independent of the class that will carry it."""
+"""Shapes of a converted model, independent of its target architecture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MLASpec:
-    """Shapes of an MLA conversion; ranks and frequencies per layer. Rank 0 is a layer that keeps its attention."""
+    """Shapes of an MLA conversion, with ranks and frequencies per layer. A layer of rank 0 keeps its attention."""
 
     heads: int
     head_dim: int
@@ -22,9 +22,9 @@ class MLASpec:
     query_bias: bool
     latent_bias: bool  # the source has a key or value bias
     output_bias: bool
-    key_norm_eps: float | None  # the source normalizes queries and keys per head
+    key_norm_eps: float | None  # of the source's q/k-norm; None without
     windows: tuple[int | None, ...]
-    input_lengths: tuple[float, ...]  # per layer: what inputs of its attention have, the norm's weight as a vector
+    input_lengths: tuple[float, ...]  # per layer: L2 norm of attention inputs, that of the input norm's weight
 
     @property
     def layers(self) -> int:
@@ -37,7 +37,7 @@ class MLASpec:
 
     @property
     def uniform(self) -> bool:
-        """Return whether all layers share one rank and one list of frequencies."""
+        """True if all layers have the same rank and frequencies."""
         first = self.inv_freq[0]
         return len(set(self.ranks)) == 1 and all(
             f.shape == first.shape and torch.equal(f, first) for f in self.inv_freq
