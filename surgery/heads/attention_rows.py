@@ -1,4 +1,4 @@
-"""Rows of attention matrices, for scores that ask where chosen queries look: never a whole matrix of T x S."""
+"""Rows of attention matrices for selected queries, without the whole T x S matrix."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import LongTensor, Tensor
 from surgery.running.attention_tap import AttentionCall
 
 ENTRIES = 1 << 24
-"""Attention weights at a time: 64 MB."""
+"""Attention weights computed at a time, 64 MB in float32."""
 
 
 def row_pieces(call: AttentionCall, rows: LongTensor) -> Iterator[LongTensor]:
-    """Cuts rows [n] into pieces whose attention, over all keys and heads, has about `ENTRIES` weights."""
+    """Split query rows [n] into pieces of about `ENTRIES` attention weights over all keys and heads."""
     batch, heads = call.query.shape[:2]
     return iter(rows.split(max(1, ENTRIES // (batch * heads * call.key.shape[2]))))
 
 
 def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | None = None) -> Tensor:
-    """Attention of some queries.
+    """Compute the attention weights of selected queries.
 
     Args:
-        rows: [n] int64, places of the queries among the call's T.
-        keys: [m] int64, places of keys; the softmax is over these alone. None for all S.
+        rows: [n] int64, indices of queries among the call's T.
+        keys: [m] int64, indices of keys; the softmax is over these alone. None for all S.
 
     Returns:
-        [B, H, n, m] float32; a row and a learned sink sum to 1, or 0 if its query sees none of the keys.
+        [B, H, n, m] float32. A row and its learned sink sum to 1, or to 0 if all keys are masked.
     """
     rows = rows.to(call.query.device)
     key, query = call.key, call.query[:, :, rows]
@@ -36,11 +36,11 @@ def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | Non
         places = keys.to(key.device)
         key = key[:, :, places]
     batch, heads, count, width = query.shape
-    query = query.reshape(batch, call.kv_heads, -1, width)  # query heads of one KV head stand together
+    query = query.reshape(batch, call.kv_heads, -1, width)  # query heads of a KV head are adjacent
     scores = (query.float() @ key.float().transpose(-1, -2)).view(batch, heads, count, -1)
     if call.mask is None:
         mask = (places <= rows[:, None] + call.key.shape[2] - call.query.shape[2])[None, None]
     else:
         mask = call.mask[:, :, rows][..., places]
     scores = call.softmax.logits(scores).masked_fill_(~mask, torch.finfo(torch.float32).min)
-    return call.softmax.normalized(scores).masked_fill_(~mask, 0)  # also of queries that see none of the keys
+    return call.softmax.normalized(scores).masked_fill_(~mask, 0)  # fully masked rows too

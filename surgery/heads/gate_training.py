@@ -1,4 +1,4 @@
-"""The training of gates: what DuoAttention's and PruLong's have in common."""
+"""Training of gates, shared by the DuoAttention and PruLong scorers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from surgery.heads.gates import recomputed_layers
 from surgery.heads.scorer import ScoringSession
 
 WARM_UP = 0.2
-"""Share of the steps over which the learning rates rise, and over which they fall in the end: DuoAttention's."""
+"""Share of the steps for warm-up of the learning rates, and for their decay at the end, as in DuoAttention."""
 
 KEPT_EVERY = 10
-"""Steps between two states in the journal."""
+"""Steps between saves to the journal."""
 
 KEPT_BYTES = 2**30
-"""That all layers may keep of a sequence for the backward pass. Past it each keeps its input alone and computes the
-rest again, which is a quarter of a step's work."""
+"""Limit of the activation bytes of a sequence in all layers. Above it, activations are checkpointed per layer:
+recomputation is a quarter of a step's work."""
 
 REPORTS = 10
-"""Lines with loss and gates in a training."""
+"""Progress lines with loss and mean gate per training."""
 
 
 class GateObjective(Protocol):
-    """Objective of the training of gates. All its tensors are float32 on one device; steps depend on each other only
-    through them.
+    """Training objective of gates. Its tensors are float32 on one device, and are all that a step passes to the next.
 
     Attributes:
         name: for progress and errors.
@@ -39,38 +38,38 @@ class GateObjective(Protocol):
     name: str
 
     def groups(self) -> list[dict[str, Any]]:
-        """The parameters, as parameter groups of `torch.optim.AdamW` with their peak learning rates."""
+        """Return parameter groups for `torch.optim.AdamW` with their peak learning rates."""
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that changes in training, parameters included, by name: what a resumed training is given."""
+        """Return all tensors that change in training, parameters included, by name; the journal stores them."""
 
     def backward(self, step: int, sequence: int) -> Tensor:
-        """Adds one sequence's gradient to the parameters'; returns its loss, a scalar."""
+        """Add one sequence's gradient to the parameters' and return its scalar loss."""
 
     def penalize(self, step: int) -> None:
-        """Adds the gradient of what depends on no data, after the sequences' were averaged over all processes."""
+        """Add gradients of terms that depend on no data, after the sequences' were averaged over all processes."""
 
     def finish(self, step: int) -> None:
-        """Called when parameters were changed: clamps and collects."""
+        """Clamp parameters and update sums after an optimizer step."""
 
     def mean_gate(self) -> float:
-        """Return the mean gate, for people: how much of the model is full."""
+        """Return the mean gate for progress lines: the share of full heads."""
 
 
 def train_gates(session: ScoringSession, objective: GateObjective, batch: int | None = None) -> dict[str, Any]:
-    """Trains for the session's steps, from where its journal left off; `objective` then holds the result.
+    """Train ``objective`` in place for the session's steps, resuming from its journal.
 
-    Step s takes sequences s·batch to (s + 1)·batch - 1 and averages their gradients. They are dealt to the processes,
-    so that equal batches give equal results, but for rounding, on any number of them.
+    Step s averages the gradients of sequences s·batch to (s + 1)·batch - 1. The processes share them, so that equal
+    batches give equal results up to rounding on any number of processes.
 
     Args:
-        batch: sequences a step; None for one a process.
+        batch: sequences per step; None for one per process.
 
     Returns:
-        Facts: steps, sequences a step, mean loss over the first and the last tenth of the steps.
+        Facts: steps, sequences per step, mean loss over the first and the last tenth of the steps.
 
     Raises:
-        SurgeryError: the loss or the gates are not finite, or the model's layers cannot be computed again.
+        SurgeryError: loss or gradients are not finite, or the model does not support activation checkpointing.
     """
     steps, processes = session.settings.steps, session.processes
     batch = batch or processes.count
@@ -109,14 +108,13 @@ def train_gates(session: ScoringSession, objective: GateObjective, batch: int | 
 
 
 def schedule(step: int, steps: int) -> float:
-    """Factor of the learning rates: up over the first fifth of the steps, down over the last, 1 between."""
+    """Return the factor on learning rates: rises over the first fifth of the steps, falls over the last, else 1."""
     ramp = max(1, math.ceil(WARM_UP * steps))
     return min(1.0, (step + 1) / ramp, (steps - step) / ramp)
 
 
 def _kept_bytes(session: ScoringSession) -> float:
-    """Estimate the activation bytes of all layers for a sequence; no bound for experts, and for layers that come and
-    go."""
+    """Estimate the activation bytes of all layers for a sequence; infinite for experts and for offloaded layers."""
     config = session.model.config
     inner, experts = getattr(config, "intermediate_size", None), getattr(config, "num_experts_per_tok", None)
     if session.settings.offload or experts or not isinstance(inner, int):
@@ -129,7 +127,7 @@ def _kept_bytes(session: ScoringSession) -> float:
 def _average(
     session: ScoringSession, optimizer: torch.optim.Optimizer, losses: list[Tensor], batch: int, where: str
 ) -> Tensor:
-    """Makes the parameters' gradients the mean over a step's sequences, of all processes; returns their mean loss."""
+    """Average gradients, in place, over a step's sequences on all processes, and return the mean loss."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         if parameter.grad is None:
@@ -160,7 +158,7 @@ def _everything(
 def _restore(
     state: dict[str, Tensor] | None, objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor
 ) -> int:
-    """Puts a state from the journal back; returns the steps that were done."""
+    """Restore a state from the journal and return the number of finished steps."""
     if state is None:
         return 0
     with torch.no_grad():

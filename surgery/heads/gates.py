@@ -1,8 +1,7 @@
-"""Gates on KV heads: attention that lies between full and streaming, and gradients through it in little memory.
+"""Gates on KV heads: interpolation between full and streaming attention, with memory-efficient gradients.
 
-A gate of 1 is a full head, 0 a streaming one, and what lies between mixes the two outputs before the output projection
-(DuoAttention, Xiao et al., arXiv:2410.10819). Gates are float32 and stand outside the model, which is
-frozen and as it was.
+A gate of 1 is a full head, 0 a streaming one. Values between mix the two outputs before the output projection
+(DuoAttention, Xiao et al., arXiv:2410.10819). Gates are float32 tensors outside the model, which is frozen.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from surgery.running.attention_tap import AttentionCall, tapped
 def gated_output(call: AttentionCall, gates: Tensor, sinks: int, recent: int) -> Tensor:
     """Return the attention output [B, T, H, v], in the call's dtype, under the gates [G] of its KV heads.
 
-    The mixture and the gates' gradient are float32. Both outputs are computed also where a gate is 0 or 1: its
-    gradient is their difference. But there one of them has a factor of 0, and no gradient goes back through it.
+    The mixture and the gates' gradient are float32. Both outputs are computed even for gates of 0 or 1, whose gradient
+    is their difference; the output with factor 0 is then computed without gradients.
     """
     parts, start, differentiates = [], 0, torch.is_grad_enabled()
     for (opens, closes), run in groupby(gates.tolist(), lambda gate: (gate > 0, gate < 1)):
@@ -47,9 +46,9 @@ def gated_output(call: AttentionCall, gates: Tensor, sinks: int, recent: int) ->
 def gated_heads(
     model: PreTrainedModel, gates: Tensor, sinks: int, recent: int, places: LongTensor | None = None
 ) -> Iterator[None]:
-    """Puts the KV heads of ``model`` under ``gates`` [L, G] float32 for the length of a ``with`` block.
+    """Apply ``gates`` [L, G] float32 to the KV heads of ``model`` within a ``with`` block.
 
-    A backward pass that computes layers again belongs inside of the block.
+    A backward pass that recomputes layers must run inside the block.
 
     Args:
         places: as in `tapped`.
@@ -64,13 +63,13 @@ def gated_heads(
 
 @contextmanager
 def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Checkpoint activations: each layer keeps nothing but its input for the backward pass, which computes it again.
+    """Checkpoint activations per layer within a ``with`` block: the backward pass recomputes each layer from its input.
 
-    transformers does that for layers in training mode only. Their insides stay in evaluation mode: dropout and the
-    noise of routers remain off, and the model computes what it does when it is evaluated.
+    transformers checkpoints layers in training mode only. Their submodules stay in evaluation mode, so dropout and
+    router noise remain off, and the model computes the same as in evaluation.
 
     Raises:
-        SurgeryError: the model's layers cannot do it.
+        SurgeryError: the model's layers do not support gradient checkpointing.
     """
     layers = list(model.base_model.layers)
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
@@ -97,9 +96,9 @@ _SWITCHES = "training", "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
-    """Mean cross-entropy of all tokens but each row's first, in nats: a float32 scalar with gradients if enabled.
+    """Compute the mean cross-entropy of all tokens but each row's first, in nats: a float32 scalar.
 
-    Fp32 logits exist for a few positions at a time, in the backward pass too, which computes them again.
+    Float32 logits exist for a few positions at a time; the backward pass recomputes them.
 
     Args:
         tokens: [B, T] int64.
@@ -117,6 +116,6 @@ def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device of token ids: the embeddings', or the CPU where their weights are loaded for each pass."""
+    """Return the device for token ids: that of the embeddings, or the CPU if these are offloaded."""
     device = model.get_input_embeddings().weight.device
     return torch.device("cpu") if device.type == "meta" else device

@@ -1,4 +1,4 @@
-"""A pattern as a picture: layers down, KV heads across, the heads that would stay full outlined."""
+"""Heat map of a pattern: layers down, KV heads across, the heads with the highest scores outlined."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OUTLINED = 0.25
-"""Share of the heads, those with the highest scores, that are outlined."""
+"""Share of heads to outline, highest scores first."""
 
 
 def head_map(pattern: HeadPattern) -> Figure:
-    """Draw a pattern, colored by score from its least to its greatest, which stand above it."""
+    """Draw a pattern, colored by score; the title has the range of scores."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
     from matplotlib.ticker import MaxNLocator

@@ -1,10 +1,10 @@
-"""Patterns that other projects published, read as ours.
+"""Import of patterns in the formats of DuoAttention and PruLong.
 
-DuoAttention (github.com/mit-han-lab/duo-attention) writes ``full_attention_heads.tsv``, a line a layer and a gate a KV
-head as `numpy.savetxt` writes them, and its settings in ``config.json`` next to it, ``sink_size`` and ``recent_size``
-among them. PruLong (github.com/princeton-pli/PruLong, save_prulong_masks.py) writes ``masks.tsv`` or
-``masks_sp<sparsity>.tsv`` into a checkpoint's folder: 1 for a full head and 0 for a streaming one in the same layout,
-and the checkpoint's config.json has ``sink_size`` and ``local_window_size``.
+DuoAttention (github.com/mit-han-lab/duo-attention) writes ``full_attention_heads.tsv`` with `numpy.savetxt`, a line per
+layer and a gate per KV head, and settings such as ``sink_size`` and ``recent_size`` in ``config.json`` next to it.
+PruLong (github.com/princeton-pli/PruLong, save_prulong_masks.py) writes ``masks.tsv`` or ``masks_sp<sparsity>.tsv`` in
+the same layout to a checkpoint folder: 1 for a full head, 0 for a streaming one. The checkpoint's config.json has
+``sink_size`` and ``local_window_size``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ DUO_FILE, PRULONG_FILE = "full_attention_heads.tsv", "masks.tsv"
 
 
 def read_pattern(path: str | Path) -> HeadPattern:
-    """Reads a pattern of ours, of DuoAttention or of PruLong.
+    """Read a pattern file of this package, DuoAttention or PruLong.
 
-    A table counts as PruLong's masks if it holds nothing but 0 and 1, and as DuoAttention's gates otherwise. Gates are
-    left unchanged: DuoAttention's clipping to [0, 1] would only add ties. Sinks and recent tokens are None where the
-    config.json next to a table does not tell them.
+    A table of zeros and ones is read as PruLong's masks, any other as DuoAttention's gates. Gates are not clipped to
+    [0, 1] as DuoAttention does, which would only add ties. Sinks and recent tokens are None if the config.json next to
+    a table lacks them.
 
     Args:
-        path: a pattern file, a table, or a folder that holds one by its published name.
+        path: a pattern file, a table, or a folder with a table under its published name.
 
     Raises:
-        SurgeryError: there is nothing such, or it is no table of numbers with a line a layer.
+        SurgeryError: the file is missing, or not a table of numbers with a line per layer.
     """
     path = Path(path).expanduser()
     if path.is_dir():

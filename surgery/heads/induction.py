@@ -1,8 +1,8 @@
 """Echo and induction scores of heads on repeated random tokens.
 
-RazorAttention (Tang et al., arXiv:2407.15891, §3.3): where random tokens are repeated, nothing but attention can tell
-what comes next. Heads that look back at the same token (echo) or at the one that followed it (induction) are those that
-retrieve. It keeps the 1% of all heads with the best echo and the 14% with the best induction scores.
+RazorAttention (Tang et al., arXiv:2407.15891, §3.3): in repeated random tokens, only attention can predict the next
+token. Retrieval heads are those that attend to earlier occurrences of the token (echo) or to the token after them
+(induction). It keeps the 1% of all heads with the best echo and the 14% with the best induction scores.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from surgery.running.attention_tap import AttentionCall, tapped
 SAMPLES = 4
 RANDOM_TOKENS, REPETITIONS = 2500, 4
 ECHO, INDUCTION = 0.01, 0.14
-"""Shares of all heads that RazorAttention keeps for either score."""
+"""Shares of all heads that RazorAttention keeps by each score."""
 
 
 def score(session: ScoringSession) -> HeadScores:
-    """Ranks heads by how many RazorAttention would have to keep until it keeps them.
+    """Score heads by their order in RazorAttention's selection, which takes 1 head by echo for every 14 by induction.
 
-    It takes 1 head by echo for every 14 by induction. The score is 1 - the share of the model's heads that it has
-    taken when it takes this one: from 0 to nearly 1, in steps of one head and without ties. A KV head has the scores of
-    its best query head. Sequences are as long as ``settings.length`` allows, so that fewer than 2500 tokens are
-    repeated where that is below 10,001.
+    The score is 1 - the share of the model's heads selected up to and including this one: from 0 to nearly 1, in steps
+    of one head and without ties. A KV head has the scores of its best query head. ``settings.length`` limits the
+    sequences: below 10,001, fewer than 2500 tokens are repeated.
 
     Parts: ``echo`` and ``induction`` [L, H] float32, a query head's attention, from 0 to 1, on the same token in all
     earlier repetitions and on the tokens after it, averaged over the queries of all repetitions but the first.
 
     Raises:
-        SurgeryError: sequences are too short to repeat anything.
+        SurgeryError: sequences are too short for repetitions.
     """
     sequences = repeated_tokens(session, session.samples(SAMPLES))
     period = (sequences.shape[1] - 1) // REPETITIONS
@@ -49,10 +48,10 @@ def score(session: ScoringSession) -> HeadScores:
 
 
 def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
-    """``count`` sequences [N, 1 + 4 P]: bos, and P random tokens four times; without a bos, a fifth random start.
+    """Draw ``count`` sequences [N, 1 + 4 P]: bos, or another random token without one, and P random tokens four times.
 
     Raises:
-        SurgeryError: the length has no room for four tokens, repeated.
+        SurgeryError: the length has no room for four repetitions of four tokens.
     """
     vocabulary = session.model.config.vocab_size
     special = set(session.tokenizer.all_special_ids)
@@ -63,7 +62,7 @@ def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
     generator = torch.Generator().manual_seed(session.seed)
     rows = []
     for _ in range(count):
-        # Without replacement: that a token stands twice in a repetition would blur what "the same token" is.
+        # Without replacement, so that each token has one earlier occurrence per repetition.
         drawn = ordinary[torch.randperm(len(ordinary), generator=generator)[: period + 1]]
         bos = session.tokenizer.bos_token_id
         first = drawn[-1:] if bos is None else torch.tensor([bos])
@@ -72,13 +71,13 @@ def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
 
 
 def kept_order(echo: Tensor, induction: Tensor) -> Tensor:
-    """1 - the share of heads taken with each one, if the best are taken by both scores in RazorAttention's proportion.
+    """Compute 1 - the share of heads selected up to each head, by both scores in RazorAttention's proportion.
 
     Args:
         echo, induction: [L, G].
 
     Returns:
-        [L, G] float32. Heads that are taken at once are ordered by induction, then by their number.
+        [L, G] float32. Heads selected at the same time are ordered by induction, then by index.
     """
     needed = torch.minimum(_place(echo) / ECHO, _place(induction) / INDUCTION)
     order = sorted(
@@ -90,7 +89,7 @@ def kept_order(echo: Tensor, induction: Tensor) -> Tensor:
 
 
 def _place(scores: Tensor) -> Tensor:
-    """Place of each head in descending order, from 1, float64; equal scores in the heads' order."""
+    """Return the rank of each head by descending score, from 1, float64; ties in the heads' order."""
     place = torch.empty(scores.numel(), dtype=torch.float64)
     order = scores.flatten().argsort(descending=True, stable=True)
     place[order] = torch.arange(1, len(order) + 1, dtype=torch.float64)
@@ -99,7 +98,7 @@ def _place(scores: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _attention(session: ScoringSession, tokens: LongTensor, period: int) -> Tensor:
-    """Echo and induction [2, L, H] float64 of one sequence."""
+    """Compute echo and induction scores [2, L, H] float64 of one sequence."""
     queries = torch.arange(1 + period, len(tokens))
     sums = torch.zeros(2, session.layers, session.model.config.num_attention_heads, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Journal from which an interrupted scoring resumes: named tensors in one file, replaced whole."""
+"""Journal from which an interrupted scoring resumes: named tensors in one file, written atomically."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from surgery.common.other_threads import other_threads
 from surgery.running.processes import ALONE, Processes
 
 HEADER = "surgery-heads-journal"
-"""Key of the JSON header among the metadata of the safetensors file."""
+"""Key of the JSON header in the metadata of the safetensors file."""
 
 SECONDS = "seconds_so_far"
-"""Among the facts of every entry."""
+"""Key in the facts of each entry: seconds of the scoring so far."""
 
 
 class Journal:
-    """Tensors under keys, kept in a safetensors file while a scoring runs.
+    """Key-value store of tensors in a safetensors file while a scoring runs.
 
-    The main process reads and writes it; all processes see what it read. Every call but `get` is made by all processes
-    alike.
+    The main process reads and writes the file, and all processes receive its content. All processes must make every
+    call but `get`.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class Journal:
         *,
         restart: bool = False,
     ) -> None:
-        """Opens the file, if there is one already.
+        """Open the file, if it exists.
 
         Args:
-            path: None keeps nothing.
-            identity: everything that decides the scores, as plain values: model, data, settings, seed.
-            processes: that share the scoring.
-            note: takes the line that says that what a file holds is not what was put there.
-            restart: removes a journal that is there.
+            path: file; None to store nothing.
+            identity: everything that determines the scores, as plain values: model, data, settings, seed.
+            processes: processes that share the scoring.
+            note: receives warnings: a damaged file, another number of threads.
+            restart: delete an existing journal.
 
         Raises:
-            SurgeryError: the file cannot be read, is no journal, or one of another identity.
+            SurgeryError: the file cannot be read, is not a journal, or has another identity.
         """
         self._path = path
         if path is not None:
             resumes_from(path)
-        self._identity = json.loads(json.dumps(identity))  # as it is when read back: lists for tuples, strings as keys
+        self._identity = json.loads(json.dumps(identity))  # as JSON returns it: lists for tuples, strings as keys
         self._processes = processes
         self._entries: dict[str, dict[str, Tensor]] = {}
         self._facts: dict[str, dict[str, Any]] = {}
@@ -85,29 +85,26 @@ class Journal:
         self._before = max((facts.get(SECONDS, 0.0) for facts in self._facts.values()), default=0.0)
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors under a key, on the CPU; None if there are none."""
+        """Return the tensors under a key, on the CPU; None if there are none."""
         return self._entries.get(key)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the scoring until now, those before an interruption with it.
-
-        What was done between the last `put` and an interruption has to be done again, and counts once.
-        """
+        """Seconds of the scoring until now, including those before an interruption up to the last `put`."""
         return self._before + time.perf_counter() - self._start
 
     def put(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep copies of tensors of any shape and dtype, in place of what was there.
+        """Store copies of tensors under a key, replacing its previous entry.
 
         Raises:
-            SurgeryError: the file cannot be written; what it held before stays.
+            SurgeryError: the file cannot be written; its previous content stays.
         """
         self._entries[key] = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         self._facts[key] = {SECONDS: self.seconds}
         self._on_main(self._write)
 
     def remove(self) -> None:
-        """Forgets everything and deletes the file."""
+        """Delete all entries and the file."""
         self._entries, self._facts = {}, {}
         self._on_main(self._delete)
 
@@ -129,7 +126,7 @@ class Journal:
                 whole = header.get("sha256") == _digest(entries, header["facts"])
                 return {**content, "threads": header.get("threads"), "whole": whole}
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
-                # Written whole or not at all, so this is not what a stopped run leaves: it may be somebody's file.
+                # Writes are atomic, so an interrupted run does not leave this: it may be a user's file.
                 raise SurgeryError.at(
                     self._path, f"not a journal of a scoring of heads, or damaged ({error}); remove it"
                 ) from None
@@ -154,7 +151,7 @@ class Journal:
 
 
 def _digest(entries: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> str:
-    """SHA-256 over all that is kept."""
+    """Compute the SHA-256 of entries and facts."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for key, tensors in sorted(entries.items()):
         for name, tensor in sorted(tensors.items()):

@@ -1,10 +1,10 @@
-"""KVzip: attention of the heads while the model repeats its context.
+"""KVzip scores of heads: attention while the model repeats its context.
 
-KVzip (Kim et al., arXiv:2505.23416): a model that is asked to repeat a text attends to the pairs that it needs to say
-what is in it, whatever will be asked later. A pair's score is its largest attention over the queries of the repetition
-and the query heads of its group (eq. 2 and 3 there); a head's score, in its variant without eviction at run time, the
-largest of its pairs (published code: the maximum over the context). There a head loses its whole context or nothing;
-here it would keep its sinks and what is recent, so only attention on the other pairs counts.
+KVzip (Kim et al., arXiv:2505.23416): a model that repeats a text attends to the KV pairs that hold its content, for any
+later question. A pair's score is its largest attention over the queries of the repetition and the query heads of its
+group (eq. 2 and 3 there). A head's score, in the variant without eviction at run time, is the maximum over its pairs
+(published code: over the context). There a head loses its whole context or nothing; here it would keep sinks and recent
+tokens, so only attention on the remaining pairs counts.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from surgery.running.attention_tap import AttentionCall, tapped
 
 SAMPLES = 8
 CHUNK = 2000
-"""Tokens of the context that are repeated at a time, as in the paper."""
+"""Context tokens to repeat at a time, as in the paper."""
 REMINDER = 8
-"""Tokens before a later chunk that say where to begin."""
+"""Tokens before a chunk, other than the first, that the instruction quotes as its start."""
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with "
 
 
 def score(session: ScoringSession) -> HeadScores:
-    """Largest attention, from 0 to 1, on a pair that streaming would drop, while the context is repeated.
+    """Score heads by the largest attention, from 0 to 1, on a pair that streaming would evict, as a mean over texts.
 
-    The mean over texts. The context takes what of ``settings.length`` the instruction and one chunk leave, and every
-    chunk is repeated after the whole context in a forward pass of its own. As in the published code, the softmax is
-    over the first token, the chunk's own pairs and the repetition. Scores that tie are ordered by the mean over pairs.
+    The context has ``settings.length`` tokens less the instruction and one chunk. Each chunk is repeated after the
+    whole context in its own forward pass. As in the published code, the softmax is over the first token, the chunk's
+    pairs and the repetition. Ties are ordered by the mean over pairs.
 
-    Parts, all [L, G] float32: ``largest`` and ``mean`` over the pairs that streaming would drop, and
+    Parts, all [L, G] float32: ``largest`` and ``mean`` over the pairs that streaming would evict, and
     ``largest_of_all``, KVzip's own score, over all pairs but the first token's.
 
     Raises:
-        SurgeryError: sequences are too short for a context that does not fit in sinks and recent tokens, and its
-            repetition.
+        SurgeryError: sequences are too short for a context longer than sinks and recent tokens, and its repetition.
     """
     settings = session.settings
     later = len(tokenize(session.tokenizer, REPEAT_FROM)) + REMINDER
@@ -64,9 +63,9 @@ def score(session: ScoringSession) -> HeadScores:
 
 @torch.no_grad()
 def _summary(session: ScoringSession, context: LongTensor) -> Tensor:
-    """The three parts [3, L, G] float64 of one context [T]."""
+    """Compute the three parts of `score` [3, L, G] float64 for one context [T]."""
     dropped, of_all = pairs = torch.zeros(2, session.layers, session.kv_heads, len(context))
-    start = 1  # what is first gets much attention from all heads, whatever it says
+    start = 1  # the first token is an attention sink
     while start < len(context):
         stop = min(start + CHUNK, len(context))
         asking = tokenize(session.tokenizer, REPEAT if start == 1 else REPEAT_FROM)
@@ -79,7 +78,7 @@ def _summary(session: ScoringSession, context: LongTensor) -> Tensor:
 
 
 def _look(session: ScoringSession, tokens: LongTensor, repetition: range, chunk: range, pairs: Tensor) -> None:
-    """Writes the largest attention of the repetition on the chunk into its places of ``pairs`` [2, L, G, T]."""
+    """Update ``pairs`` [2, L, G, T] in place with the repetition's largest attention on the chunk."""
     queries, places = torch.tensor(repetition), torch.tensor(chunk)
     keys = torch.cat((torch.zeros(1, dtype=torch.long), places, queries))
     here = slice(chunk.start, chunk.stop)

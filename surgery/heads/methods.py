@@ -1,4 +1,4 @@
-"""The ways to score heads, by the names that users give. Needs no torch before one is asked for."""
+"""Registry of methods that score heads, by name. Imports torch only when a scorer is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 SCORERS: Registry[str | Scorer] = Registry(
     "scorers", {name: f"surgery.heads.{name.replace('-', '_')}:score" for name in METHODS}
 )
-"""Scorers of heads, or their places (module:name); those of installed packages among them."""
+"""Scorers or their import paths (module:name), including plugins of installed packages."""
 
 
 def scorer(name: str) -> Scorer:

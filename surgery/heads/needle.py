@@ -1,9 +1,8 @@
-"""Copy score of heads on planted facts: how often a head looks at just the token that the model says next.
+"""Copy score of heads on planted facts: the share of answer tokens that a head attends to most when they are predicted.
 
 Retrieval heads of Wu et al., "Retrieval Head Mechanistically Explains Long-Context Factuality" (arXiv:2404.15574, §2):
-at every token that the model generates, a head scores if the key of its largest attention lies in the needle and is
-that very token; its score is the share of the needle's tokens for which it does, averaged over trials that the model
-answers mostly right.
+at each generated token, a head scores if its largest attention is on the same token within the needle. Its score is the
+share of the needle's tokens for which it does, averaged over trials that the model answers mostly right.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from surgery.running.attention_tap import AttentionCall, tapped
 
 SAMPLES = 16
 ANSWERED = 0.5
-"""A needle counts if more than this share of its answer's tokens is predicted right."""
+"""A needle counts if the model predicts more than this share of its answer's tokens."""
 
 
 def score(session: ScoringSession) -> HeadScores:
-    """Copy scores, from 0 to 1, of one forward pass a sequence: the model is shown the answers and not sampled from.
+    """Compute copy scores, from 0 to 1, with one teacher-forced forward pass per sequence.
 
-    A token of the answer counts for a head if the model predicts it and the head's largest attention, of the query
-    that predicts it, is on the same token in the asked fact's line. A KV head has the score of its best query head.
-    Heads with equal scores, such as the many with 0, are ordered by their attention mass on those tokens.
+    A token of the answer counts for a head if the model predicts it and the predicting query's largest attention is on
+    the same token in the fact's line. A KV head has the score of its best query head. Ties, such as the many heads with
+    0, are ordered by attention mass on those tokens.
 
     Parts: ``copy`` and ``mass`` [L, H] float32, of the query heads.
 
@@ -57,7 +56,7 @@ def score(session: ScoringSession) -> HeadScores:
 
 @torch.no_grad()
 def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, row: int) -> tuple[Tensor, Tensor]:
-    """Copy scores and attention mass [F, L, H] float64 of the facts of one sequence that are answered."""
+    """Compute copy scores and attention mass [F, L, H] float64 for the F answered facts of one sequence."""
     tokens = needles.tokens[row]
     places = needles.answers[row].nonzero()[:, 0]
     numbers, answers = needles.fact_numbers[row, places], tokens[places]

@@ -1,7 +1,7 @@
-"""Sequences with planted facts that are all asked for at the end: what heads that retrieve are found on.
+"""Sequences with planted facts and a question for each at the end, for scoring retrieval heads.
 
-The facts are those of :mod:`surgery.eval.recall`; how they are placed is DuoAttention's passkey task (Xiao et al.,
-arXiv:2410.10819, §2.3): several at distinct depths between 5% and 95% of the text, then a question for each.
+The facts are those of :mod:`surgery.eval.recall`. Their placement is DuoAttention's passkey task (Xiao et al.,
+arXiv:2410.10819, §2.3): distinct depths between 5% and 95% of the text.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ DEPTHS = 0.05, 0.95
 
 @dataclass(frozen=True)
 class NeedleSet:
-    """Sequences of N rows and T tokens with F facts each.
+    """N sequences of T tokens with F facts each.
 
     Attributes:
         tokens: [N, T] int64.
-        answers: [N, T] bool, true at the tokens of the answers' digits (tokens to be predicted, not positions that
-            predict).
-        fact_numbers: [N, T] int64, at those tokens the number of the fact that is asked for, elsewhere -1.
-        spans: [N, F, 2] int64, the place of the first token of each fact's line and the one after its last.
+        answers: [N, T] bool, True at the answers' digits (the predicted tokens, not the predicting positions).
+        fact_numbers: [N, T] int64, index of the fact at its answer's tokens, -1 elsewhere.
+        spans: [N, F, 2] int64, token range [start, stop) of each fact's line.
     """
 
     tokens: LongTensor
@@ -42,11 +41,11 @@ class NeedleSet:
 def needle_sequences(
     tokenizer: PreTrainedTokenizerBase, filler: Sequence[int], count: int, length: int, facts: int, seed: int
 ) -> NeedleSet:
-    """Builds ``count`` sequences of ``length`` tokens: bos if the tokenizer has one, text with facts, the questions.
+    """Build ``count`` sequences of ``length`` tokens: bos if the tokenizer has one, text with facts, questions.
 
     Args:
-        filler: token ids of the text between the facts; windows of it are drawn at random.
-        facts: in each sequence; fewer if they and their questions would take more than half of it.
+        filler: token ids of the text around the facts; windows of it are drawn at random.
+        facts: facts per sequence; fewer if they and their questions would exceed half of it.
         seed: equal seeds give equal sequences.
 
     Raises:
@@ -63,7 +62,7 @@ def needle_sequences(
 
 
 def _room_for(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
-    """Facts that fit in half of a sequence."""
+    """Return the number of facts that fit in half of a sequence."""
     pair = ("buffer", "88888")
     each = len(tokenize(tokenizer, fact_line(*pair))) + len(tokenize(tokenizer, recall_line(*pair))) + 4
     if each > length // 2:
@@ -74,7 +73,7 @@ def _room_for(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
 def _sequence(
     tokenizer: PreTrainedTokenizerBase, filler: Sequence[int], length: int, facts: int, rng: random.Random
 ) -> tuple[list[int], list[int], list[list[int]]]:
-    """Tokens, the fact asked for at each of them, and the facts' spans."""
+    """Return the tokens, the fact index at each token, and the facts' spans."""
     pairs = draw_facts(rng, facts)
     planted = [tokenize(tokenizer, fact_line(*pair)) for pair in pairs]
     order = rng.sample(range(facts), facts)

@@ -1,4 +1,4 @@
-"""A pattern: the scores of a model's KV heads with where they came from, and the one file that it is kept in."""
+"""Pattern of a model: scores of its KV heads with their provenance, in one file."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from surgery.common.errors import SurgeryError
 from surgery.common.ownership import check_file
 
 KEY, FORMAT = "surgery_heads", 1
-"""Entry of a file's metadata that holds the header, and the number of its form."""
+"""Metadata key of the header, and the version of its format."""
 PART = "part."
 
 
 @dataclass(frozen=True, eq=False)
 class HeadPattern:
-    """Scores of L layers and G KV heads, and all that decided them.
+    """Scores of L layers and G KV heads, and their provenance.
 
     Attributes:
         scores: [L, G] float32, finite; the higher, the more a head needs its whole context.
-        method: what they were found with.
-        sinks, recent: tokens that a streaming head is meant to see, the recent ones with the query's own; None where
-            nobody said.
+        method: scoring method.
+        sinks, recent: first and last tokens that a streaming head sees, its query's own included; None if unknown.
         spread: [L, G] float32, standard deviation of the scores over the seeds; None for one seed.
-        parts: what the scores were made of, by name.
-        settings: of the scoring, by name: plain values.
-        facts: what the method had to say: plain values.
+        parts: intermediate tensors of the scores, by name.
+        settings: settings of the scoring, plain values by name.
+        facts: facts reported by the method, plain values by name.
         data_sha256: hash of the tokens that heads were scored on.
         model: ``name``, ``sha256`` of the weights and ``config_sha256``, as far as known.
-        seeds: what was random.
-        seconds: that the scoring took.
-        versions: of packages, by name.
+        seeds: random seeds.
+        seconds: time of the scoring.
+        versions: versions of packages, by name.
     """
 
     scores: Tensor
@@ -58,7 +57,7 @@ class HeadPattern:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises SurgeryError for scores or a spread of another shape or dtype, or that are not finite."""
+        """Raise SurgeryError for scores or a spread of wrong shape or dtype, or not finite, and for invalid fields."""
         shape = list(self.scores.shape)
         for name, tensor in (("scores", self.scores), ("spread", self.spread)):
             if tensor is None:
@@ -82,12 +81,12 @@ class HeadPattern:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return self.scores.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """G."""
+        """Number of KV heads per layer, G."""
         return self.scores.shape[1]
 
     @property
@@ -97,17 +96,17 @@ class HeadPattern:
         return hashlib.sha256(json.dumps(list(self.scores.shape)).encode() + values).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Return the origin of the scores, as plain values."""
+        """Return the hash and provenance of the scores, as plain values."""
         names = ("method", "sinks", "recent", "settings", "facts", "data_sha256", "model", "seeds", "seconds")
         return {"sha256": self.sha256, **{name: getattr(self, name) for name in names}}
 
     def ranking(self) -> list[tuple[int, int]]:
-        """All heads as (layer, KV head), best first; of equal ones that of the lower layer, then the lower number."""
+        """Return all heads as (layer, KV head), highest score first; ties by layer, then by head."""
         order = self.scores.cpu().flatten().argsort(descending=True, stable=True)
         return [divmod(head, self.kv_heads) for head in order.tolist()]
 
     def full_heads(self, share: float) -> BoolTensor:
-        """The best heads [L, G]: as many as are nearest to ``share`` of all, the higher number at a half.
+        """Return the mask [L, G] of the best heads, ``share`` of all, rounded half up.
 
         Raises:
             SurgeryError: the share is not between 0 and 1.
@@ -120,11 +119,10 @@ class HeadPattern:
         return full
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Writes the pattern as one safetensors file whose metadata holds a JSON header; whole or not at all.
+        """Write the pattern atomically as a safetensors file with a JSON header in its metadata.
 
         Raises:
-            SurgeryError: there is a file that may not be replaced, or it cannot be written, or a value of the header is
-                not plain.
+            SurgeryError: an existing file may not be replaced, writing fails, or a header value is not plain.
         """
         path = Path(path).expanduser()
         check_file(path, overwrite=overwrite)
@@ -137,10 +135,10 @@ class HeadPattern:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadPattern:
-        """Reads what `save` wrote.
+        """Read a pattern file.
 
         Raises:
-            SurgeryError: there is no such file, it is no pattern, or its scores are none.
+            SurgeryError: the file is missing, not a pattern, or its fields are invalid.
         """
         path = Path(path).expanduser()
         if not path.is_file():
@@ -178,5 +176,5 @@ class HeadPattern:
 
 
 def count_of(share: float, heads: int) -> int:
-    """Heads that are nearest to a share of all, the higher number at a half."""
+    """Return a share of all heads as a number, rounded half up."""
     return int(share * heads + 0.5)

@@ -1,4 +1,4 @@
-"""Output path of a pattern of heads, and the paths that it may not replace. Needs no torch."""
+"""Output paths of a pattern and its heat map. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from surgery.heads.settings import SUFFIX
 
 
 def default_pattern(source: str | Path, method: str) -> Path:
-    """Next to the source; in the working folder for a hub id."""
+    """Return the default output path: next to the source, or in the working folder for a hub id."""
     return default_output(source, f"heads-{method}{SUFFIX}")
 
 
 def check_pattern(out: Path, overwrite: bool) -> Path:
-    """The path of the heat map next to a pattern.
+    """Check the output path of a pattern and return that of its heat map.
 
     Raises:
-        SurgeryError: one of the two may not be replaced, or the pattern's name has another ending.
+        SurgeryError: either file exists and may not be replaced, or the pattern's suffix is not ``.safetensors``.
     """
     if out.suffix != SUFFIX:
         raise SurgeryError(f"--out {out}: a pattern is a file of that ending, {out.name}{SUFFIX}")

@@ -1,7 +1,7 @@
-"""Plan of heads from scores and a byte budget: which stay full, which stream, which stream with a compensation token.
+"""Plan of full heads, streaming heads and streaming heads with a compensation token, from scores and a byte budget.
 
-What can stream is a *unit*: KV heads of one layer that share what they cache. Of plain attention every KV head is one;
-heads that are rebuilt from one latent are one together, since the latent of a token goes only if nobody reads it.
+A *unit* streams as a whole: KV heads of one layer that share cached elements. In plain attention every KV head is a
+unit. Heads that read the same latent are one unit, since a latent is evicted only if no head reads it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import BoolTensor, Tensor
 from surgery.common.errors import SurgeryError
 
 Units = Sequence[Sequence[tuple[int, ...]]]
-"""Units of every layer, each the KV heads that are in it."""
+"""Units of each layer, each a tuple of KV heads."""
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Plan of every KV head.
+    """Plan of all KV heads.
 
     Attributes:
         full: bool [L, G], heads that keep their whole context; all others stream.
-        compensated: bool [L, G], streaming heads that read the mean of what they dropped (RazorAttention).
-        sinks, recent: tokens that a streaming head keeps: the first, and the last with the query's own among them.
+        compensated: bool [L, G], streaming heads with a compensation token: the mean of evicted pairs (RazorAttention).
+        sinks, recent: first and last tokens that a streaming head keeps, its query's own included.
     """
 
     full: BoolTensor
@@ -39,19 +39,19 @@ class HeadPlan:
 
     @property
     def streams(self) -> BoolTensor:
-        """[L, G], heads that keep sinks and recent tokens only."""
+        """Streaming heads [L, G], which keep sinks and recent tokens only."""
         return ~self.full
 
     def order(self, layer: int) -> list[int]:
-        """A layer's KV heads in the order of a hybrid checkpoint: full, streaming, compensated; each as they came."""
+        """Return a layer's KV heads in the order of a hybrid checkpoint: full, streaming, compensated."""
         kind = self.streams[layer].int() + self.compensated[layer].int()
         return sorted(range(len(kind)), key=lambda head: (int(kind[head]), head))
 
 
 def unit_ranking(scores: Tensor, units: Units) -> list[tuple[int, int]]:
-    """(layer, unit) in the order in which they deserve to stay full: a unit is worth what its best head is.
+    """Rank units as (layer, unit), highest score first; a unit has the score of its best head.
 
-    Equal scores go by layer and place, so that a plan is the same every time; patterns with many ties say little.
+    Ties are ordered by layer and index, so that plans are deterministic; patterns with many ties mean little.
     """
     worth = {
         (layer, number): max(float(scores[layer, head]) for head in heads)
@@ -71,19 +71,18 @@ def compile_plan(
     multiple: int = 1,
     compensated: float = 0.0,
 ) -> HeadPlan:
-    """Keeps full as many of the best units as a budget affords.
+    """Compile a plan that keeps as many of the best units full as fit the budget.
 
     Args:
-        scores: [L, G]; higher scores need their context more.
-        units: what can stream.
-        affordable: whether a plan with these full heads [L, G] is within the budget; with more full heads it must not
-            become so again.
-        multiple: every layer's full heads, and so its streaming ones, are a multiple of this, for tensor parallelism
-            over as many devices. Needs units of one head.
-        compensated: share of the streaming heads, the best of them, that get a compensation token.
+        scores: [L, G]; heads with higher scores need their context more.
+        units: units of heads that can stream.
+        affordable: returns whether a plan with these full heads [L, G] fits the budget; must be monotonic.
+        multiple: full and streaming heads of each layer are a multiple of this, for tensor parallelism over as many
+            devices. Needs units of one head.
+        compensated: share of the streaming heads, best first, that get a compensation token.
 
     Raises:
-        SurgeryError: not even all heads streaming is within the budget, or `multiple` does not divide the heads.
+        SurgeryError: the budget is too small with all heads streaming, or `multiple` does not divide the heads.
     """
     full = torch.zeros(scores.shape, dtype=torch.bool)
     if not affordable(full):
@@ -108,7 +107,7 @@ def compile_plan(
 
 
 def _in_bundles(scores: Tensor, units: Units, multiple: int) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Units that become full together, best first; a bundle of several heads is worth their mean."""
+    """Group units into bundles of ``multiple`` that become full together, highest mean score first."""
     if multiple == 1:
         return [[(layer, units[layer][number])] for layer, number in unit_ranking(scores, units)]
     bundles = []

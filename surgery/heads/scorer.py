@@ -1,4 +1,4 @@
-"""Interface of the methods that score heads: a session in, scores out."""
+"""Interface of methods that score heads: a function from a session to scores."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from surgery.running.processes import Processes
 
 @dataclass(frozen=True)
 class ScoringSession:
-    """One scoring, with one seed.
+    """Inputs of a scoring with one seed.
 
     Attributes:
-        model: in evaluation mode, without gradients of its own, on its device.
-        settings: what was asked for; ``length`` is filled in.
-        text: natural text, windows of [N, T] for any n up to as many as there are: ``text(n)``.
-        needles: sequences with planted facts: ``needles(n)``. Equal n give equal sequences.
-        seed: of every random choice.
-        processes: that share the work; all of them end with the same scores.
-        journal: what an interrupted scoring resumes from.
+        model: model in evaluation mode, with frozen parameters, on its device.
+        settings: settings of the scoring, with ``length`` filled in.
+        text: ``text(n)`` returns up to n windows of natural text, [N, T].
+        needles: ``needles(n)`` returns n sequences with planted facts; equal n give equal sequences.
+        seed: seed of all random choices.
+        processes: processes that share the work; all of them return the same scores.
+        journal: state of an interrupted scoring, to resume from.
     """
 
     model: PreTrainedModel
@@ -42,16 +42,16 @@ class ScoringSession:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return self.model.config.num_hidden_layers
 
     @property
     def kv_heads(self) -> int:
-        """G."""
+        """Number of KV heads per layer, G."""
         return self.model.config.num_key_value_heads
 
     def samples(self, default: int) -> int:
-        """Sequences to score on, of a method whose own default this is."""
+        """Return the number of sequences to score on: the setting, or the method's default."""
         return self.settings.samples or default
 
 
@@ -60,9 +60,9 @@ class HeadScores:
     """Scores of a method.
 
     Attributes:
-        scores: [L, G] float32; the higher, the more a KV head needs its whole context. Their scale is the method's.
-        parts: what they were made of, by name: tensors of any shape.
-        facts: plain values for the pattern file's header: steps done, losses, counts.
+        scores: [L, G] float32; the higher, the more a KV head needs its whole context. The scale depends on the method.
+        parts: intermediate tensors of the scores, by name, of any shape.
+        facts: plain values for the header of the pattern file: steps, losses, counts.
     """
 
     scores: Tensor
@@ -71,11 +71,11 @@ class HeadScores:
 
 
 class Scorer(Protocol):
-    """A way to score heads: a function in a file of its own, and a line in `surgery.heads.methods`."""
+    """Method that scores heads: a function in its own module, registered in `surgery.heads.methods`."""
 
     def __call__(self, session: ScoringSession) -> HeadScores:
-        """Scores every KV head of the session's model.
+        """Score every KV head of the session's model.
 
         Raises:
-            SurgeryError: the model or its text cannot be scored so.
+            SurgeryError: the method does not support the model or its text.
         """

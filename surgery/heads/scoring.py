@@ -1,4 +1,4 @@
-"""``surgery heads``: opens a model and its texts, scores its KV heads with every seed, and writes the pattern."""
+"""``surgery heads``: scoring of a model's KV heads with every seed, and writing of the pattern."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from surgery.running.source import process_device
 from surgery.version import __version__
 
 LENGTH = 4_096
-"""Tokens of a sequence where nobody says, if they are half of what the model can take or less. A head that looks up
-what stood far back does so at a half of the limit, where attention costs a quarter: seen on the demo model alone."""
+"""Default sequence length, unless half of the model's limit is less. Retrieval heads already show at half of the limit,
+where attention costs a quarter: tested on the demo model only."""
 
 MISSED = 3
-"""Such a sequence has at least so many times the tokens that a streaming head sees, where the model can take them."""
+"""Default sequences are at least this many times longer than a streaming head's view, up to the model's limit."""
 
 
 @dataclass(frozen=True)
 class ScoredHeads:
-    """A finished scoring.
+    """Result of a scoring.
 
     Attributes:
-        path: of the pattern's file.
-        heat_map: of the picture next to it.
-        is_main: whether this is the process that prints.
+        path: pattern file.
+        heat_map: heat map, next to it.
+        is_main: whether this is the main process, which prints.
     """
 
     path: Path
@@ -76,24 +76,24 @@ def score_heads(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> ScoredHeads:
-    """Scores every KV head of a checkpoint and writes the pattern file, with a heat map next to it.
+    """Score every KV head of a checkpoint and write the pattern file, with a heat map next to it.
 
-    With several processes (``accelerate launch``) they share the sequences. An interrupted scoring of the same model,
-    settings and text resumes from its journal, which lies next to the output until that is written.
+    Several processes (``accelerate launch``) share the sequences. An interrupted scoring of the same model, settings
+    and text resumes from its journal, which is next to the output until that is written.
 
     Args:
         source: local folder or hub id.
-        out: file to write, NAME.safetensors, with NAME.png next to it; by default the source's name with
-            "-heads-METHOD" after it.
+        out: file to write, NAME.safetensors, with NAME.png next to it; default: the source's name followed by
+            "-heads-METHOD".
         settings: default :class:`HeadSettings`.
         overwrite: replace existing files.
         allow_pickle: read pickled weights if there are no others.
-        restart: begin from scratch where an interrupted scoring could go on.
-        progress: bars; silent if None.
+        restart: discard the journal of an interrupted scoring.
+        progress: progress bars; silent if None.
 
     Raises:
         SurgeryError: the model cannot be scored, the text cannot be read, or the output exists, cannot be written or is
-            being written.
+            being written by another process.
     """
     settings, progress = settings or HeadSettings(), progress or Progress(silent=True)
     processes = Processes(cpu=settings.device == "cpu")
@@ -128,7 +128,7 @@ def _scored(
     device: torch.device,
     open_journal: Callable[[int, Mapping[str, Any]], Journal],
 ) -> tuple[HeadPattern, list[Journal]]:
-    """Scores with every seed; what it resumes from is opened by seed and identity."""
+    """Score with every seed; ``open_journal`` takes a seed and the identity of the scoring."""
     check_scorable(checkpoint)
     settings = replace(settings, length=sequence_length(settings, checkpoint.reader.config))
     score = scorer(settings.method)
@@ -161,10 +161,10 @@ def _scored(
 
 
 def sequence_length(settings: HeadSettings, config: dict) -> int:
-    """Tokens of a sequence: as asked for, or what the model can take.
+    """Return the sequence length in tokens: the setting, or the default for the model's limit.
 
     Raises:
-        SurgeryError: the model cannot take so many, or every token is a sink or recent.
+        SurgeryError: the length exceeds the model's limit, or sinks and recent tokens cover it.
     """
     limit = config.get("max_position_embeddings") or settings.length or 2 * LENGTH
     visible = settings.sinks + settings.recent
@@ -180,10 +180,10 @@ def sequence_length(settings: HeadSettings, config: dict) -> int:
 
 
 def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Layers and KV heads of a model whose heads could stream each by itself: what a pattern is of.
+    """Return the numbers of layers and KV heads of a model whose heads can be scored.
 
     Raises:
-        SurgeryError: its heads cannot; says what they are and what to do.
+        SurgeryError: its heads cannot stream one by one; the message has the reason and a remedy.
     """
     from surgery.model.cache_layer import check_full_attention
 
@@ -196,7 +196,7 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
     if config.get("kv_cache"):
         raise SurgeryError(f"{name}: its KV cache is quantized; score its source")
     if not config.get("attention_layers") and config.get("model_type") not in FUSED:
-        family_of(config)  # others may cap their logits or have sinks of their own, which scorers would leave out
+        family_of(config)  # raises for unknown families: scorers would ignore their caps and sinks
     loaded = load_config(checkpoint.reader.path)
     try:
         check_full_attention(loaded, "a pattern of full and streaming heads")
@@ -207,7 +207,7 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSettings) -> PreTrainedModel:
-    """The model, frozen, where it is to run.
+    """Load the model on the device, or offloaded, in the scoring's dtype and with frozen parameters.
 
     Raises:
         SurgeryError: it cannot be loaded.
@@ -225,14 +225,14 @@ def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSetti
 
 @dataclass
 class Texts:
-    """Natural text and sequences with needles by seed, and hashes of all that was handed out."""
+    """Natural text and sequences with needles by seed, and hashes of all returned sequences."""
 
     tokenizer: PreTrainedTokenizerBase
     settings: HeadSettings
     hashes: set[str] = field(default_factory=set)
 
     def text(self, seed: int) -> Callable[[int], LongTensor]:
-        """Windows of natural text [n, T] by n."""
+        """Return a function of n that returns windows of natural text, [n, T]."""
 
         @cache
         def windows(count: int) -> LongTensor:
@@ -241,12 +241,12 @@ class Texts:
         return windows
 
     def needles(self, seed: int) -> Callable[[int], NeedleSet]:
-        """Sequences with planted facts by their number."""
+        """Return a function of n that returns n sequences with planted facts."""
 
         @cache
         def sequences(count: int) -> NeedleSet:
             length, facts = self.settings.length, self.settings.facts
-            # At least two windows: what is drawn from them must be longer than one.
+            # At least two windows: the filler must be longer than a sequence.
             filler = self._windows(max(count, 2), seed, 0.0, None).flatten().tolist()
             rows = needle_sequences(self.tokenizer, filler, count, length, facts, seed)
             self._noted(rows.tokens)
@@ -256,7 +256,7 @@ class Texts:
 
     @property
     def sha256(self) -> str | None:
-        """Hash of all sequences that were handed out; None for none."""
+        """Hash of all returned sequences; None if there are none."""
         return hashlib.sha256("".join(sorted(self.hashes)).encode()).hexdigest() if self.hashes else None
 
     def _windows(self, count: int, seed: int, recall: float, bos: Literal["tokenizer"] | None) -> LongTensor:
@@ -272,10 +272,10 @@ class Texts:
 
 
 def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
-    """Path of the heat map next to a pattern, once it is clear that both can be written: before hours of scoring.
+    """Check and lock the output before hours of scoring, and return the path of the heat map.
 
     Raises:
-        SurgeryError: they cannot, are there, or another process is about to.
+        SurgeryError: the output exists, cannot be written, or is being written by another process.
     """
     heat_map = check_pattern(out, overwrite)
     with disk_errors(out.parent):
@@ -285,7 +285,7 @@ def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
 
 
 def _offload_layers(model: PreTrainedModel, device: torch.device) -> None:
-    """Leaves the layers of a model on the CPU, to be brought in one by one; all else goes to the device."""
+    """Keep the layers of a model on the CPU, loaded one by one in a forward pass; move the rest to the device."""
     from accelerate import cpu_offload
 
     base = model.base_model
@@ -299,7 +299,7 @@ def _offload_layers(model: PreTrainedModel, device: torch.device) -> None:
 def _pattern(
     head_scores: list[HeadScores], settings: HeadSettings, checkpoint: Checkpoint, texts: Texts, seconds: float
 ) -> HeadPattern:
-    """The mean over seeds, with their spread; parts and facts are those of the first."""
+    """Build the pattern of mean scores over seeds and their spread; parts and facts are the first seed's."""
     stacked = torch.stack([scores.scores for scores in head_scores]).double()
     return HeadPattern(
         scores=stacked.mean(0).float(),

@@ -1,4 +1,4 @@
-"""Settings of the scoring of heads, with the defaults in one place."""
+"""Settings of ``surgery heads`` and their defaults."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SUFFIX = ".safetensors"
 """Suffix of pattern files."""
 
 STEPS, DUO_STEPS = 150, 80
-"""Of a training. Gates of `duo` rank the demo model's heads after 80 steps as after 150 at half the learning rate (rank
-correlation 0.99); those of `prulong` are farther apart after 150. Neither was tried on a larger model.
+"""Default training steps. After 80 steps, gates of `duo` rank the demo model's heads as after 150 at half the learning
+rate (rank correlation 0.99); gates of `prulong` are better separated after 150. Tested on the demo model only.
 """
 
 

@@ -1,7 +1,7 @@
-"""Attention of streaming heads in a model that is scored: one forward pass over whole sequences without padding.
+"""Attention of streaming heads over whole sequences, without cache and padding.
 
-A query at position q sees the key at position p ≤ q if q - p < `recent` or p < `sinks`: the function that the cache of
-`surgery.model.sink_window_cache` computes, here without one.
+A query at position q sees the key at position p ≤ q if q - p < `recent` or p < `sinks`, as with the cache of
+`surgery.model.sink_window_cache`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from surgery.families.attention import cached_heads, output
 from surgery.running.attention_tap import AttentionCall
 
 PIECE = 128
-"""Queries at a time: a sequence of any length takes memory for this many times those that they see."""
+"""Queries per piece, at least: memory is that of a piece and the keys that it sees, at any sequence length."""
 
 
 def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
-    """Return the attention output [B, T, H, v] if all heads of a causal call with T = S, or of some positions of one,
-    stream.
+    """Compute the attention output [B, T, H, v] of a causal call with all heads streaming.
 
-    A mask of the call, such as a sliding window's, holds besides. Queries go in pieces, each with the keys that any of
-    its queries sees, so that the work grows with T, not T².
+    The call has T = S or selected query positions; its mask, such as a sliding window, applies too. Queries are
+    processed in pieces with the keys that they see, so that the work grows with T, not T².
     """
     if call.places is not None:
         keys = torch.arange(call.key.shape[2], device=call.places.device)
         streams = (call.places[:, None] - keys < recent) | (keys < sinks)
         return replace(call, mask=call.mask & streams).output()
     length, parts = call.query.shape[2], []
-    piece = max(PIECE, (sinks + recent) // 2)  # longer ones see more that they mask, shorter ones are many
+    piece = max(PIECE, (sinks + recent) // 2)  # longer pieces mask more of their keys, shorter ones are many
     for start in range(0, length, piece):
         stop = min(start + piece, length)
         first = max(0, start - recent + 1)
@@ -55,11 +54,11 @@ def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
 
 
 def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
-    """Return the output of streaming attention [B, T, H, v] with a compensation token for each query.
+    """Compute streaming attention [B, T, H, v] with a compensation token for each query.
 
-    RazorAttention (Tang et al., arXiv:2407.15891, §3.2): the N pairs that a query has dropped come back as one, their
-    mean key, as cached, and mean value, with log N added to its logit. Here every query has its own N, in the prompt
-    too, so that a prefill in any chunks is one function.
+    RazorAttention (Tang et al., arXiv:2407.15891, §3.2): the N pairs that a query has evicted become one pair, their
+    mean key, as cached, and mean value, with log N added to its logit. Here N is per query, in the prompt too, so that
+    chunked prefill gives the same result.
     """
     group, parts = call.query.shape[1] // call.kv_heads, []
     for start in range(0, call.query.shape[2], PIECE):
@@ -72,7 +71,7 @@ def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
         count = dropped.sum(-1)
         share = dropped.float() / count.clamp(min=1)[:, None]
         mean_key, mean_value = (share @ key)[:, :, None], (share @ value)[:, :, None]  # [B, G, 1, n, ·]
-        softmax = call.softmax  # without learned sinks, which hybrids refuse
+        softmax = call.softmax  # hybrids do not support learned sinks
         logits = softmax.logits(query @ key[:, :, None].mT).masked_fill(dropped | (places > queries), -torch.inf)
         extra = softmax.logits((query * mean_key).sum(-1)) + count.log()
         weights = torch.cat((logits, extra[..., None]), dim=-1).softmax(-1)
@@ -89,9 +88,9 @@ def mixed_output(
     compensated: BoolTensor | None = None,
     full: Callable[[AttentionCall], Tensor] = AttentionCall.output,
 ) -> Tensor:
-    """Return the attention output [B, T, H, v] if the KV heads of ``streams`` [G] stream.
+    """Compute the attention output [B, T, H, v] with the KV heads of ``streams`` [G] streaming.
 
-    Those of them that ``compensated`` [G] says have a compensation token; ``full`` is the attention of the others.
+    Streaming heads in ``compensated`` [G] have a compensation token; ``full`` computes the remaining heads.
     """
     if not streams.any():
         return full(call)
@@ -108,10 +107,10 @@ def mixed_output(
 
 
 class StreamingAttention(nn.Module):
-    """Stands in for a transformers attention module of which some KV heads stream; prompts only.
+    """Surrogate for a transformers attention module with streaming KV heads; prompts only.
 
     Args:
-        anatomy: without a sliding window.
+        anatomy: of a layer without a sliding window.
         streams, sinks, recent, compensated: as in `mixed_output`.
     """
 

@@ -1,4 +1,4 @@
-"""Ties between scores, ordered by something finer."""
+"""Breaking of ties between scores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def break_ties(scores: Tensor, by: Tensor) -> Tensor:
-    """Orders heads of equal score by a second quantity.
+    """Order heads with equal scores by a second quantity.
 
     Args:
-        scores, by: of one shape, finite.
+        scores, by: finite tensors of equal shape.
 
     Returns:
-        Float32: no score moves by as much as half the smallest gap between different scores, so that different ones
-        keep their order; equal ones get that of ``by``, as far as float32 can tell them apart.
+        Float32 scores, each moved by less than half the smallest gap between different scores, so that different ones
+        keep their order. Equal ones get the order of ``by``, to float32 precision.
     """
     values = scores.double().unique()
     gap = values.diff().min() if len(values) > 1 else torch.ones((), dtype=torch.float64)
