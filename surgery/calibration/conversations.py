@@ -1,4 +1,4 @@
-"""Conversations to calibrate on: prompts that come with the package, in a model's own template and answered by it."""
+"""Conversations to calibrate on: shipped prompts in a model's chat template, answered by the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from surgery.eval.sequences import tokenize
 from surgery.running.chat_templates import ChatTemplate
 
 REPLY = 160
-"""Tokens of a reply at most."""
+"""Maximum tokens of a reply."""
 
 PROMPTS = (
     "Explain to a ten-year-old why the sky is blue.",
@@ -84,18 +84,18 @@ def sample_conversations(
     seed: int = 0,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[list[int]]:
-    """Conversations of one question and the model's own answer at temperature 1, of at least `tokens` in all.
+    """Sample conversations of one question and the model's answer at temperature 1, at least ``tokens`` tokens in all.
 
-    The prompts come in an order that the seed decides, and again with other answers where they do not suffice.
+    The seed shuffles the prompts. If they do not suffice, they are repeated with new answers.
 
     Args:
-        advance: takes the number of tokens that the conversations grow by, of `tokens` in all.
+        advance: called with the number of new tokens, `tokens` in total.
 
     Returns:
         Token ids of each conversation, with the special tokens of the template.
 
     Raises:
-        SurgeryError: the tokenizer has no chat template, or one that takes no question of a user.
+        SurgeryError: the tokenizer has no chat template, or the template does not accept a user's question.
     """
     ends = _ends(model, tokenizer)
     template = ChatTemplate(tokenizer)
@@ -105,14 +105,14 @@ def sample_conversations(
 
     def grow(more: int) -> None:
         nonlocal remaining
-        more = min(more, remaining)  # the last answers may be more than is needed
+        more = min(more, remaining)  # the last answers may exceed `tokens`
         remaining -= more
         if more:
             advance(more)
 
     replies: list[list[int]] = []
     while (lacking := tokens - sum(map(len, replies))) > 0:
-        # As many at once as will do if replies are a third as long as they may be: another round costs far more steps.
+        # Enough prompts if replies are a third of their limit: another round would take far more decode steps.
         count = min(len(encoded), 1 + lacking // (REPLY // 3 + min(map(len, encoded))))
         questions = rng.sample(encoded, count)
         replies += sample_replies(model, questions, REPLY, ends, rng.getrandbits(32), grow)
@@ -126,7 +126,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prom
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that end a reply: those that the model's generation config or the tokenizer name."""
+    """Return the eos tokens of the model's generation config and of the tokenizer."""
     token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
     return {int(token) for token in [*token_ids, tokenizer.eos_token_id] if token is not None}

@@ -1,4 +1,4 @@
-"""Joint second moment of the keys and values of a group's layers."""
+"""Joint second moment of the keys and values of a group of layers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from surgery.running.source import Source
 
 @torch.no_grad()
 def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
-    """``E[z zᵀ]`` of the stacked ``z_i = [k ; v]`` of layers ``start`` to ``stop`` - 1, [W·n, W·n] in float64.
+    """Compute ``E[z zᵀ]`` of the stacked ``z_i = [k ; v]`` of layers ``start`` to ``stop`` - 1, [W·n, W·n] in float64.
 
-    Keys are without biases and before their norm; of MLA z_i are latents after theirs. Products and sums are as
-    :mod:`surgery.running.moment_precision` says.
+    Keys are without biases and before their norm. For MLA, z_i are latents after their norm. For dtypes and devices of
+    products and sums see :mod:`surgery.running.moment_precision`.
 
     Args:
-        store: what entered each layer in the forward sweep over calibration text.
+        store: inputs of each layer from the forward sweep over calibration text.
     """
     stream = opened.stream
     if isinstance(opened.first, LatentAnatomy):
@@ -32,7 +32,7 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
         anatomy = opened.anatomy(index).to(stream.device, stream.dtype)
         part, shift = torch.cat([anatomy.k.flatten(0, 1), anatomy.v.flatten(0, 1)]), None
         if normed:
-            # The norm before the attention is the source's, and its weight can act on the rows instead.
+            # The weight of the norm before the attention is folded into the rows.
             weight, bias = stream.input_norm(index)
             shift = None if bias is None else part @ bias.to(part)
             part = part * weight.to(part)
@@ -49,11 +49,11 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
 
 
 def moment_of(inputs: Sequence[Tensor], batch_size: int, cached: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """``E[z zᵀ]`` of what layers cache side by side, in float64.
+    """Compute ``E[z zᵀ]`` of the concatenated cached elements of layers, in float64.
 
     Args:
-        inputs: [N, T, D] what entered each layer.
-        cached: what the layer in that place makes of [tokens, D], [tokens, n].
+        inputs: [N, T, D], inputs of each layer.
+        cached: computes from a layer's index in the group and its inputs [tokens, D] the cached elements [tokens, n].
     """
     moment, precision = 0, None
     for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):

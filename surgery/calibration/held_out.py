@@ -1,4 +1,4 @@
-"""Held-out text and recall prompts, and how a streamed model does on them."""
+"""Held-out text and recall prompts, and scores of a streamed model on them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from surgery.running.layer_stream import LayerStream
 
 COMPARED = 16
-"""Positions at which logits are compared, at least, where sequences are as long."""
+"""Minimum number of positions at which logits are compared, if sequences are long enough."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss in nats per predicted token and share of recall prompts answered right; None where not measured.
+    """Mean loss in nats per predicted token and share of recall prompts answered correctly; None if not measured.
 
     Attributes:
-        logit_difference: of a form that must equal the source, the largest difference of logits on a short text,
-            relative to the largest logit.
-        sequences: texts from which the loss is known, where they are not all.
+        logit_difference: largest difference of logits from the source on a short text, relative to the largest logit,
+            for conversions that must be exact.
+        sequences: number of texts in the loss, if not all.
     """
 
     loss: float | None
@@ -32,9 +32,9 @@ class Score:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sequences that no statistics were taken on, all of one length, so that they stream as one batch.
+    """Held-out sequences of equal length, which stream as one batch.
 
-    The first ``texts`` rows are text whose loss is measured, the others recall prompts with a mask over their answers.
+    The first ``texts`` rows are text for the loss, the remaining rows recall prompts with a mask over their answers.
     """
 
     tokens: Tensor  # [N, T]
@@ -43,17 +43,17 @@ class HeldOut:
 
     @classmethod
     def of_text(cls, texts: Tensor) -> HeldOut:
-        """Text [N, T] alone."""
+        """Create from text [N, T], without recall prompts."""
         return cls(texts, len(texts), torch.zeros(0, texts.shape[1], dtype=torch.bool))
 
     @classmethod
     def random(cls, vocabulary: int, count: int, length: int, seed: int) -> HeldOut:
-        """Random tokens: nothing to score, but enough to compare logits."""
+        """Create from random tokens, on which logits can be compared but nothing scored."""
         generator = torch.Generator().manual_seed(seed)
         return cls(torch.randint(vocabulary, (count, length), generator=generator), 0, torch.zeros(count, length) > 0)
 
     def split(self, texts: int) -> tuple[HeldOut, HeldOut]:
-        """The first texts and as many of the recall prompts, and the others."""
+        """Split into the first ``texts`` texts and as many recall prompts, and the rest."""
         prompts = min(texts, len(self.answers))
         first, second = self.tokens[: self.texts].split([texts, self.texts - texts])
         prompt_tokens, others = self.tokens[self.texts :].split([prompts, len(self.answers) - prompts])
@@ -67,12 +67,12 @@ class HeldOut:
         return HeldOut(torch.cat([self.tokens, tokens]), self.texts, answers)
 
     def score(self, stream: LayerStream, hidden: Tensor) -> Score:
-        """Scores final hidden states [N, T, D], before the last norm."""
+        """Score final hidden states [N, T, D], before the last norm."""
         loss = stream.loss(hidden[: self.texts], self.tokens[: self.texts]) if self.texts else None
         return Score(loss, self.answered(stream, hidden)[0])
 
     def answered(self, stream: LayerStream, hidden: Tensor) -> tuple[float | None, float | None]:
-        """Share of the recall prompts answered right, and nats per token of their answers; None without prompts."""
+        """Return the share of recall prompts answered correctly and the answers' loss in nats per token, or None."""
         if not self.answers.any() or len(hidden) == self.texts:
             return None, None
         row, position = self.answers.nonzero().T
@@ -84,7 +84,7 @@ class HeldOut:
 
 
 def logit_difference(stream: LayerStream, hidden: Tensor, other_stream: LayerStream, other: Tensor) -> float:
-    """Largest difference of logits at the last positions of all sequences that both have, relative to the largest."""
+    """Compute the largest difference of logits at the last positions of shared sequences, relative to the largest."""
     count = min(len(hidden), len(other))
     last = slice(-math.ceil(COMPARED / count), None)
     logits = stream.logits(hidden[:count, last].to(stream.device, stream.dtype))

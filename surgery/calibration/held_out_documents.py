@@ -1,4 +1,4 @@
-"""The held-out texts of evaluations: what ships with the package, what is installed, files, datasets."""
+"""Held-out texts of evaluations: shipped text, text of installed packages, files, datasets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document
 
 HELD_OUT = Path(__file__).parent.parent / "assets" / "heldout-stdlib.txt"
-# Where the modules of that file begin, in characters.
+# Start of each module in that file, in characters.
 HELD_OUT_SECTIONS = (
     (0, "selectors"),
     (19_458, "keyword"),
@@ -28,18 +28,17 @@ HELD_OUT_SECTIONS = (
 )
 
 CHARACTERS_PER_TOKEN = 16
-"""Characters read of files and datasets for each token of a window: several times what the windows hold, so that
-windows drawn from them differ."""
+"""Characters to read per token of a window: several times the windows' text, so that random windows differ."""
 
 
 INSTALLED = {PROSE: installed_prose, CODE: installed_code}
 MOST_MODULES = 64
-"""Modules of installed code that are read at most: enough for many windows, and cheap to tokenize."""
+"""Maximum documents of installed text to read: enough for many windows, and cheap to tokenize."""
 
 
 def default_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the default texts of a model: the files that ship, which real language models have memorized, for a model
-    of code such as the demo's, and prose and code of what is installed for others."""
+    """Return the default texts of a model: prose and code of installed packages, or, for a small vocabulary such as the
+    demo model's, the shipped modules, which larger language models have memorized."""
     return (BUILTIN,) if len(tokenizer) < SMALL_VOCABULARY else (PROSE, CODE)
 
 
@@ -51,13 +50,13 @@ def load_documents(
     text_field: str = "text",
     conversations: Callable[[], list[str]] | None = None,
 ) -> list[Document]:
-    """Reads every text that is named, as far as it is needed.
+    """Read the named texts, as far as needed.
 
     Args:
         names: "builtin", "prose", "code", "chat", files and datasets.
-        tokens: that windows take of them in all.
-        seed: of the order of what is installed.
-        conversations: gives those of the model, for "chat".
+        tokens: total tokens of the windows.
+        seed: shuffles the text of installed packages.
+        conversations: returns the model's conversations, for "chat".
 
     Raises:
         SurgeryError: a text cannot be read, or is empty.
@@ -87,13 +86,13 @@ def _builtin() -> list[Document]:
 
 
 def _read(name: str, text_field: str, characters: int) -> list[Document]:
-    # What is not a dataset's name is a path; its last part is enough to tell the sources of a report apart.
+    # A file's name is enough to tell the sources of a report apart.
     source = Path(name).name if Path(name).expanduser().exists() else name
     return _until(characters, (Document(text, ((0, source),)) for text in iter_documents(name, text_field=text_field)))
 
 
 def _until(characters: int, source: Iterable[Document]) -> list[Document]:
-    """Documents until they have so many characters."""
+    """Take documents until they have ``characters`` characters."""
     documents, size = [], 0
     for document in source:
         documents.append(document)

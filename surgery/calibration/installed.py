@@ -1,9 +1,9 @@
-"""Text of the running environment: what its packages say of themselves, their source, and their docstrings.
+"""Text of the running environment: descriptions of installed packages, their source, and their docstrings.
 
-The first two are held out, no calibration holds them. Prose is the long descriptions of installed distributions, those
-first that were built or written in 2025 and later, which models of before cannot have read. Code is the source of torch
-and transformers. All depends on what is installed: results compare where the hashes of their windows, which every
-report states, are equal. A file of one's own does not depend on anything.
+Descriptions and source are held out from calibration. Prose is the long descriptions of installed distributions, first
+those built or written in 2025 and later, which older models cannot have read. Code is the source of torch and
+transformers. All of it depends on the environment: results are comparable if the hashes of their windows, which every
+report states, are equal. A user's file has no such dependence.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from surgery.calibration.prose import LEAST_DOCUMENT, docstrings, paragraphs
 from surgery.calibration.text import MODULE_BYTES
 
 RECENT_METADATA = (2, 4)
-"""Metadata version that tools write since the end of 2024."""
+"""Metadata version that build tools have written since the end of 2024."""
 RECENT_YEAR = re.compile(r"\b20(2[5-9]|[3-9]\d)\b")
 MOST_OF_ONE = 8_192
-"""Characters of one distribution, so that no long list of changes is most of the text."""
+"""Maximum characters per document, so that no long changelog dominates the text."""
 OWN = "model-surgery"
 OWN_MODULE = "surgery"
 CODE_PACKAGES = ("torch", "transformers")
-"""Packages whose source is held-out code: everyone who runs this has them."""
+"""Packages whose source is held-out code; they are required dependencies."""
 SKIPPED_CODE = re.compile(r"(^|/)(tests?|testing|_vendor|include)(/|_)|_pb2\.py$")
 
 
 def installed_prose(seed: int) -> Iterator[tuple[str, str]]:
-    """Long descriptions of the installed distributions as running text: (name and version, document).
+    """Yield the long descriptions of installed distributions as running text: (name and version, document).
 
-    Recent distributions come first, otherwise the order is the seed's. A paragraph comes once, however many
-    distributions have it.
+    Recent distributions come first, each group shuffled by the seed. Repeated paragraphs are dropped.
     """
     distributions = {_name(distribution): distribution for distribution in metadata.distributions()}
     order = sorted(name for name in distributions if name.split()[0] != OWN)
@@ -50,7 +49,7 @@ def installed_prose(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def installed_code(seed: int) -> Iterator[tuple[str, str]]:
-    """Modules of torch and transformers, in the seed's order: (name and version, source)."""
+    """Yield the modules of torch and transformers, shuffled by the seed: (name and version, source)."""
     modules = [module for package in CODE_PACKAGES for module in _modules(package)]
     random.Random(seed).shuffle(modules)
     for name, path in modules:
@@ -58,10 +57,10 @@ def installed_code(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def installed_docstrings(seed: int) -> Iterator[str]:
-    """Documents of the docstrings of a module, in the seed's order, of all packages but those whose source is held out.
+    """Yield a document of docstrings per module, shuffled by the seed, of all packages whose source is not held out.
 
-    To train and to calibrate on: as running text they are a few million tokens of technical prose where the standard
-    library has a third of one. A paragraph comes once, and none that a distribution's description has.
+    For training and calibration: a few million tokens of technical prose, where the standard library has a third of a
+    million. Repeated paragraphs are dropped, and those of distributions' descriptions, which are held out.
     """
     left_out = {*CODE_PACKAGES, OWN_MODULE}
     packages = sorted({name for name in metadata.packages_distributions() if name.isidentifier()} - left_out)
@@ -69,7 +68,7 @@ def installed_docstrings(seed: int) -> Iterator[str]:
     random.Random(seed).shuffle(modules)
     texts = {
         paragraph for distribution in metadata.distributions() for paragraph in paragraphs(_description(distribution))
-    }  # what is held out as prose
+    }  # held out as prose
     for path in modules:
         fresh = [text for text in dict.fromkeys(paragraphs(docstrings(path.read_bytes()))) if text not in texts]
         texts.update(fresh)
@@ -79,13 +78,13 @@ def installed_docstrings(seed: int) -> Iterator[str]:
 
 
 def _modules(package: str) -> list[tuple[str, Path]]:
-    """A package's modules in the order of their names, each with the name and version of the distribution."""
+    """List a package's modules by path, each with the name and version of its distribution."""
     name = _name(metadata.distribution(package))
     return [(name, path) for path in _sources(package)]
 
 
 def _sources(package: str) -> list[Path]:
-    """Files of a package in the order of their names, without tests; none of one that has no folder."""
+    """List a package's source files by path, without tests; empty for a package without a folder."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return []

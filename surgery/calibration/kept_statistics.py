@@ -1,7 +1,7 @@
-"""Statistics that outlive their conversion, for further ones of the same source and text.
+"""Cache of calibration statistics on disk, for conversions of the same source and text.
 
-What is kept are moments, a few matrices in float64 per layer of the width of keys and values and one of the hidden
-size. What entered each layer is not: conversions that read it run the source forward again.
+It holds moments: per layer, a few float64 matrices of the width of keys and values. Inputs of layers are not stored:
+conversions that need them run the source forward again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from surgery.checkpoint.disk import disk_errors
 from surgery.version import __version__
 
 WITH_LAGS = "fisher"
-"""Method whose statistics have attention over lags next to what all have."""
+"""Method whose statistics include lag statistics."""
 
 
 class KeptStatistics:
-    """The statistics of one source on one text, one folder among others.
+    """Entry of the cache: statistics of one source on one text, in a folder.
 
     Args:
-        folder: holds any number of them; made when the first is kept.
-        facts: all that the statistics follow from, as JSON; another version of the package counts as other facts.
+        folder: parent folder of all entries; created on the first write.
+        facts: everything that determines the statistics, as JSON; the package's version is added.
     """
 
     def __init__(self, folder: str | Path, facts: dict[str, Any]):
@@ -35,7 +35,7 @@ class KeptStatistics:
         self._folder = self._place(self._facts)
 
     def read_into(self, library: StatisticsLibrary) -> bool:
-        """Fills the library if there are such statistics, or such with lags where none are asked for; whether so."""
+        """Copy the statistics to the library and return True, if there are any, with lag statistics or as requested."""
         folders = [self._folder]
         if self._facts.get("lags_of") is None:
             folders.append(self._place({**self._facts, "lags_of": WITH_LAGS}))
@@ -49,14 +49,14 @@ class KeptStatistics:
         return self._parent / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
     def keep(self, library: StatisticsLibrary) -> None:
-        """Keeps what the library holds; whole or not at all. Raises SurgeryError where the disk is full."""
+        """Store the library's files atomically. Raises SurgeryError if the disk is full."""
         with disk_errors(self._folder):
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._folder.parent))
             try:
                 self._copy(library.folder, staging)
                 (staging / "facts.json").write_text(json.dumps(self._facts, indent=2) + "\n")
-                if not self._folder.exists():  # another process may have been faster
+                if not self._folder.exists():  # another process may have written it
                     os.replace(staging, self._folder)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)

@@ -1,11 +1,12 @@
-"""The Fisher information of keys and values as one Kronecker product, fitted to tokens instead of to averages.
+"""Fisher information of keys and values as a Kronecker product, fitted to tokens instead of averages.
 
-To second order an error ``δ = Δ z`` of keys and values costs ``E[(gᵀ Δ z)²] / 2`` nats, with g the loss gradient. K-FAC
-(Martens and Grosse 2015, arXiv:1503.05671) reads that as ``E[g gᵀ] ⊗ E[z zᵀ]``, which takes g and z for independent. In
-real models they are not: a few tokens, the first above all, carry most of the gradient, and both averages are theirs.
-Maximum likelihood for ``g zᵀ`` under a matrix normal distribution ``F ⊗ A`` (Dutilleul 1999, J. Stat. Comput. Simul.
-64; the "flip-flop" algorithm) weights every token's ``z zᵀ`` by how unusual its gradient is in all directions at once,
-``gᵀ F⁻¹ g / n``, and its ``g gᵀ`` by ``zᵀ A⁻¹ z / n``: what few tokens do in few directions stays theirs.
+To second order, an error ``δ = Δ z`` of keys and values increases the loss by ``E[(gᵀ Δ z)²] / 2`` nats, with g the
+loss gradient. K-FAC (Martens and Grosse 2015, arXiv:1503.05671) approximates this by ``E[g gᵀ] ⊗ E[z zᵀ]``, which
+assumes that g and z are independent. In real models they are not: a few tokens, above all the first, carry most of the
+gradient and dominate both averages. Maximum likelihood for ``g zᵀ`` under a matrix normal distribution ``F ⊗ A``
+(Dutilleul 1999, J. Stat. Comput. Simul. 64; the "flip-flop" algorithm) weights each token's ``z zᵀ`` by the squared
+Mahalanobis norm of its gradient, ``gᵀ F⁻¹ g / n``, and its ``g gᵀ`` by ``zᵀ A⁻¹ z / n``, so that directions of a few
+tokens stay confined to them.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from surgery.running.moment_precision import MomentPrecision
 from surgery.running.processes import ALONE, Processes
 
 SWEEPS = 2
-"""Alternations; further ones change the loss of conversions of SmolLM2-135M by less than its error."""
+"""Number of alternations; more change the loss of conversions of SmolLM2-135M by less than its error."""
 DAMPING = 1e-2
-"""Added to a factor's diagonal before it is inverted, in shares of its mean: few tokens leave directions empty."""
+"""Damping of a factor before inversion, relative to its mean diagonal: with few tokens it is singular."""
 
 
 Held = Sequence[Sequence[Tensor]]
-"""Rows of tokens in batches [B, n], by parts of the tokens; parts that other processes have are empty."""
+"""Batches of token rows [B, n] for each part of the tokens; parts of other processes are empty."""
 
 
 @dataclass
 class KroneckerFactors:
-    """``F ⊗ A``, in the scale of nats: half the trace of ``Δᵀ F Δ A`` is the loss that an error ``Δ z`` costs."""
+    """Factors of ``F ⊗ A``, scaled to nats: an error ``Δ z`` increases the loss by half the trace of ``Δᵀ F Δ A``."""
 
     moment: Tensor  # A [n, n], float64, scaled to a mean: Σ w z zᵀ / Σ w
     gradient: Tensor  # F [n, n], float64
-    token_weights: list[Tensor]  # w of every token, of mean one, float64, by parts
-    gradient_weights: list[Tensor]  # what each token's g gᵀ counts in F, float64, by parts
+    token_weights: list[Tensor]  # w of each token, with mean one, float64, by parts
+    gradient_weights: list[Tensor]  # weight of each token's g gᵀ in F, float64, by parts
 
 
 def kronecker_factors(
@@ -49,18 +50,18 @@ def kronecker_factors(
     device: str | torch.device = "cpu",
     processes: Processes = ALONE,
 ) -> KroneckerFactors | None:
-    """Fits the two factors.
+    """Fit the two factors.
 
     Args:
-        rows: z.
+        rows: z of tokens.
         gradients: g of the same tokens.
-        gradient: E[g gᵀ] in float64, where it is known.
-        sweeps: alternations.
-        device: where products are taken, batch by batch, as :mod:`surgery.running.moment_precision` says.
-        processes: that share the parts.
+        gradient: E[g gᵀ] in float64, if known.
+        sweeps: number of alternations.
+        device: device for products of batches, see :mod:`surgery.running.moment_precision`.
+        processes: processes that share the parts.
 
     Returns:
-        The factors on the CPU; None where all gradients, or all rows, are zero.
+        The factors on the CPU; None if all gradients or all rows are zero.
     """
     options = {"device": device, "processes": processes}
     if gradient is None:
@@ -84,7 +85,7 @@ def weighted_moment(
     device: str | torch.device = "cpu",
     processes: Processes = ALONE,
 ) -> Tensor:
-    """``Σ w x xᵀ / N`` over N rows, float64; weights by parts, or of one."""
+    """Compute ``Σ w x xᵀ / N`` over N rows in float64; weights by parts, None for 1."""
     precision = _precision(rows, device)
     return _mean(lambda batch, weight: precision.gram(batch.to(device), weight), rows, weights, processes)
 
@@ -96,7 +97,7 @@ def weighted_mean(
     device: str | torch.device = "cpu",
     processes: Processes = ALONE,
 ) -> Tensor:
-    """``Σ w x / N`` over N rows, float64 on the CPU."""
+    """Compute ``Σ w x / N`` over N rows, float64 on the CPU."""
     precision = _precision(rows, device)
 
     def product(batch: Tensor, weight: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ def _mean(
     weights: Sequence[Tensor] | None,
     processes: Processes,
 ) -> Tensor:
-    """The sum over batches of all parts, over all rows."""
+    """Sum a function of batches over all parts and divide by the number of rows."""
 
     def of_part(part: int) -> tuple[Tensor | float, int]:
         total, start = 0.0, 0
@@ -141,7 +142,7 @@ def _any(batches: Sequence[Tensor]) -> bool:
 
 
 def _unusual(rows: Held, moment: Tensor, *, device: str | torch.device, processes: Processes) -> list[Tensor]:
-    """``xᵀ M⁻¹ x / n`` of every row, float64, by parts: one on average where M is the rows' own moment."""
+    """Compute ``xᵀ M⁻¹ x / n`` of each row, float64, by parts; one on average if M is the rows' moment."""
     size, precision = len(moment), _precision(rows, device)
     moment = moment.to(precision.solver)
     damped = moment + DAMPING * moment.trace() / size * torch.eye(size, dtype=moment.dtype, device=moment.device)

@@ -1,4 +1,4 @@
-"""Statistics of an MLA layer from its weights alone, for when there is no text to calibrate on."""
+"""Statistics of an MLA layer from its weights alone, for conversions without calibration text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from surgery.families.latent_anatomy import LatentAnatomy
 
 
 def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> LayerStatistics:
-    """Stands in for calibration, as :func:`surgery.calibration.library.weight_statistics` does for other attention.
+    """Estimate statistics from weights, as :func:`surgery.calibration.library.weight_statistics` for other attention.
 
-    Inputs are taken for white noise times the weight of the norm before the attention, and norms for their root mean
-    squares. In place of loss gradients stand the energies that meet a latent: those of the queries for the keys that
-    are made of it, ``W_oᵀ W_o`` for the values, each scaled to the same trace.
+    Inputs are white noise times the weight of the norm before the attention; norms divide by their expected RMS. In
+    place of moments of loss gradients it uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, both
+    mapped to the latent and scaled to equal trace.
 
     Args:
         anatomy: float64.
@@ -50,7 +50,7 @@ def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> Lay
 
 
 def _query_input_moment(anatomy: LatentAnatomy, scale: Tensor) -> Tensor:
-    """The second moment of what queries are made of: inputs [D, D], or the query latent after its norm [q, q]."""
+    """Return the second moment of the queries' inputs [D, D], or of the query latent after its norm [q, q]."""
     if anatomy.q_down is None:
         return torch.diag(scale.square())
     rows = anatomy.q_down * scale

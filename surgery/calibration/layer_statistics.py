@@ -1,4 +1,4 @@
-"""Gathers what a conversion needs to know of every layer, from text or from weights alone."""
+"""Collection of the statistics of all layers for a conversion, from text or from weights alone."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from surgery.calibration.texts import Texts
     from surgery.transforms.key_basis import KeyBasis
 
-# Lag statistics take the whole attention matrix of a sequence. Four choose what eight do: of the 14 to 32 components
-# that rotate in three layers of SmolLM2-135M one differed at most, and the others had 0.4% more energy.
+# Lag statistics need the whole attention matrix of a sequence. Four sequences choose nearly as eight do: of the 14 to
+# 32 rotary components in three layers of SmolLM2-135M at most one differed, by 0.4% in energy.
 LAG_SEQUENCES = 4
 
 BasisOf = Callable[[AttentionAnatomy, LayerStatistics], "KeyBasis"]
-"""The key basis whose components a transform wants to know the attention over lags of."""
+"""Function of a layer's anatomy and statistics that returns the key basis for lag statistics."""
 
 
 class Calibrated(Protocol):
-    """Calibration of one conversion: its source, its text, and the library that takes the statistics.
+    """Context of a conversion's calibration: source, text, and the library for the statistics.
 
     Attributes:
-        texts: whose calibration tokens [N, T] are swept over; the weights alone where there are none.
-        library: is filled; of several processes the main one does it.
-        store: gets what entered each layer in the forward sweep, in one folder for all processes.
-        snapshots: what work that was killed resumes from; the library and the store then hold what it had done.
-        processes: that share the tokens.
+        texts: have the calibration tokens [N, T]; None of them for statistics from weights alone.
+        library: receives the statistics, from the main process.
+        store: receives the inputs of each layer in the forward sweep, in one folder for all processes.
+        snapshots: state to resume from after an interruption; library and store then hold the finished work.
+        processes: processes that share the tokens.
     """
 
     opened: Source
@@ -63,13 +63,13 @@ def gather(
     basis_of: BasisOf | None = None,
     first_tokens: Sequence[int] = (0,),
 ) -> None:
-    """Fills the library by one forward and one backward sweep over calibration tokens, or from weights alone.
+    """Fill the library by a forward and a backward sweep over calibration tokens, or from weights alone.
 
     Args:
-        gradients: whether moments of the loss gradient are wanted.
-        basis_of: for lag statistics, which stand next to the first of ``first_tokens``; None for none.
-        first_tokens: numbers of tokens at the start of each sequence that moments leave out, as caches keep them in
-            full precision; statistics for each.
+        gradients: whether to collect moments of the loss gradient.
+        basis_of: key basis for lag statistics, which are stored with the first of ``first_tokens``; None for none.
+        first_tokens: numbers of first tokens per sequence to exclude from moments, since caches keep them in full
+            precision; statistics are collected for each.
     """
     opened, settings, tokens, library = work.opened, work.settings, work.texts.calibration, work.library
     store, progress, snapshots, processes = work.store, work.progress, work.snapshots, work.processes
@@ -108,14 +108,14 @@ def gather(
         for layer in layers:
             lags = None
             if basis_of is not None:
-                # Evenly spread, so that text with and without planted recalls is in it.
+                # Evenly spread, to include text with and without planted recalls.
                 indices = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long().tolist()
                 basis = processes.from_main(lambda layer=layer: basis_of(layer.anatomy, layer.statistics[0]))
                 lags = lag_statistics(layer.anatomy, basis, parts.gather(layer.inputs, indices), processes)
             processes.from_main(lambda layer=layer, lags=lags: _save(library, layer, lags, first_tokens))
             advance(reached - layer.index)
             reached = layer.index
-            del layer  # before the next one is there
+            del layer  # free it before the next one is loaded
         advance(reached)
     for each in caches:
         processes.from_main(lambda each=each: each.keep(library))
@@ -138,7 +138,7 @@ def _facts(
     basis_of: BasisOf | None,
     first: int,
 ) -> dict[str, Any]:
-    """Return everything that determines the statistics. The basis in which lags are taken is chosen by the method."""
+    """Return everything that determines the statistics; ``lags_of`` is the method, which chooses the key basis."""
     return {
         "source": opened.reader.fingerprint(),
         "tokens": token_hash(tokens),
@@ -156,7 +156,7 @@ def _from_weights(
     basis_of: BasisOf | None,
     first_tokens: Sequence[int],
 ) -> None:
-    """Fills the library from the weights; the model's context bounds the lags that are thought of."""
+    """Fill the library from the weights, with lags up to the model's context."""
     context = opened.config.max_position_embeddings
     with progress.phase("statistics of weights", opened.layers) as advance:
         for index in range(opened.layers):

@@ -1,4 +1,4 @@
-"""Statistics of all layers, kept on disk between the sweep that takes them and the transforms that use them."""
+"""Statistics of all layers on disk, written by the calibration sweep and read by transforms."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from surgery.families.anatomy import AttentionAnatomy
 
 
 class StatisticsLibrary(LayerFiles):
-    """One file a layer and number of first tokens that its statistics leave out.
+    """Library with a file per layer and number of excluded first tokens.
 
-    The one that was read last stays in memory, as a layer is asked for several times in a row.
+    The last file read stays in memory, because a layer is loaded several times in a row.
     """
 
     def __init__(self, parent: Path | None = None):
@@ -24,24 +24,24 @@ class StatisticsLibrary(LayerFiles):
         self._last: tuple[Path, tuple[LayerStatistics, LagStatistics | None]] | None = None
 
     def save(self, layer: int, statistics: LayerStatistics, lags: LagStatistics | None, first: int = 0) -> None:
-        """Keeps what is known of a layer without the ``first`` tokens of each sequence."""
+        """Save the statistics of a layer without the ``first`` tokens of each sequence."""
         self._last = None
         stored = {"statistics": asdict(statistics), "lags": asdict(lags) if lags else None}
         torch.save(stored, self._path(layer, self.suffix(first)))
 
     @staticmethod
     def suffix(first: int) -> str:
-        """Ends the names of the files whose statistics leave out so many tokens."""
+        """Return the file suffix of statistics without the ``first`` tokens."""
         return f"-{first}.pt" if first else ".pt"
 
     def load(self, layer: int, first: int = 0) -> tuple[LayerStatistics, LagStatistics | None]:
         """Load the statistics of a layer without the ``first`` tokens of each sequence."""
         path = self._path(layer, self.suffix(first))
         if self._last is None or self._last[0] != path:
-            self._last = None  # before the next one is there
+            self._last = None  # free it before the next one is loaded
             stored = torch.load(path, weights_only=True)
             lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
-            # Earlier versions kept moments of the attention's output too.
+            # Earlier versions also saved moments of the attention's output.
             names = {each.name for each in fields(LayerStatistics)}
             moments = {name: value for name, value in stored["statistics"].items() if name in names}
             self._last = path, (LayerStatistics(**moments), lags)
@@ -49,11 +49,11 @@ class StatisticsLibrary(LayerFiles):
 
 
 def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerStatistics:
-    """Stands in for calibration when there is none: what the weights alone say.
+    """Estimate statistics from the weights alone, for conversions without calibration text.
 
-    Inputs are taken for white noise times the weight of the norm before the attention. In place of loss gradients stand
-    the energies that meet keys and values: the queries' second moment for keys, ``W_oᵀ W_o`` for values, each scaled
-    to the same trace, as nothing tells one from the other without text.
+    Inputs are white noise times the weight of the norm before the attention. In place of moments of loss gradients it
+    uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, scaled to equal trace, since their relative
+    scale is unknown without text.
 
     Args:
         anatomy: float64.
@@ -104,12 +104,12 @@ def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerSt
 
 
 def prior_lags(anatomy: AttentionAnatomy, basis, statistics: LayerStatistics, context: int) -> LagStatistics:
-    """Lag statistics without text: attention falls off as 1 / (1 + lag), independently of queries and keys."""
+    """Estimate lag statistics without text: attention decays as 1 / (1 + lag), independently of queries and keys."""
     lag = torch.arange(min(context, anatomy.window or context), dtype=torch.float64)
     weight = 1 / (1 + lag)
     weight = weight / weight.sum()
     one = torch.ones(1, dtype=torch.float64)
-    # One by one: a context of 131,072 lags at all components at once takes gigabytes.
+    # One frequency at a time: a context of 131,072 lags at all components at once takes gigabytes.
     of_frequencies = [(torch.polar(one, -frequency * lag) * weight).sum() for frequency in anatomy.inv_freq]
     turned = torch.stack(of_frequencies)[basis.frequency]  # [P]
     group = torch.arange(anatomy.heads) // (anatomy.heads // anatomy.kv_heads)
@@ -121,7 +121,7 @@ def prior_lags(anatomy: AttentionAnatomy, basis, statistics: LayerStatistics, co
 
 
 def _query_energy(basis, statistics: LayerStatistics) -> Tensor:
-    """E|q_l|² of every head at each component's own frequency, [P, H]."""
+    """Return E|q_l|² of each head at each component's frequency, [P, H]."""
     return statistics.query_norm.square().T[basis.frequency]
 
 

@@ -1,7 +1,7 @@
-"""Calibration sequences of several kinds of text: prose, code, the model's own conversations, files of one's own.
+"""Calibration sequences of several kinds of text: prose, code, the model's conversations, the user's files.
 
-Every sequence is of one kind, and kinds take turns, so that the first few sequences have the shares of all. Held-out
-sequences of prose and code come from `surgery.calibration.installed`, conversations from other prompts.
+Each sequence is of one kind, and kinds are interleaved, so that the first few sequences have the shares of all.
+Held-out prose and code come from `surgery.calibration.installed`, held-out conversations from other prompts.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from surgery.common.errors import SurgeryError
 PROSE, CODE, CHAT, DOCSTRINGS = "prose", "code", "chat", "docstrings"
 DEFAULT: Mapping[str, float] = {PROSE: 0.5, CODE: 0.3, CHAT: 0.2}
 SMALL_VOCABULARY = 8_192
-"""A tokenizer of fewer tokens belongs to a model of one kind of text, as that of the demo model, which reads Python."""
+"""Tokenizers with fewer tokens belong to models of one kind of text, such as the demo model, which reads Python."""
 
 SHARES = re.compile(r"[^=,]+=[0-9.]+(,[^=,]+=[0-9.]+)*")
 
 Conversations = Callable[[bool, int], list[list[int]]]
-"""Token ids of conversations, of at least so many tokens in all; whether they are to be held out comes first."""
+"""Function of (held out, tokens) that returns token ids of conversations, of at least ``tokens`` tokens in total."""
 
 
 def shares_of(calibration: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | None:
-    """Return the shares of several kinds of text in a calibration setting; None where it names one plain source.
+    """Parse a calibration setting to shares of several kinds of text; None if it names one plain source.
 
     Args:
         calibration: "builtin", a kind, or shares such as "prose=0.5,code=0.25,notes.txt=0.25", of any sum.
 
     Returns:
-        Shares by source, which sum to 1. "builtin" is `DEFAULT`, its conversations replaced by prose where the
-        tokenizer has no chat template; for a tokenizer of less than `SMALL_VOCABULARY` tokens it is a plain source.
+        Shares by source, which sum to 1. "builtin" is `DEFAULT`, with prose in place of conversations if the tokenizer
+        has no chat template; for a tokenizer of less than `SMALL_VOCABULARY` tokens it is a plain source.
 
     Raises:
-        SurgeryError: a share is not a positive number, or conversations are asked for and there is no template.
+        SurgeryError: a share is not a number, none is positive, or "chat" is given without a chat template.
     """
     chats = bool(getattr(tokenizer, "chat_template", None))
     if calibration == BUILTIN:
@@ -91,7 +91,7 @@ def _parsed(calibration: str) -> dict[str, float]:
 
 
 def without_chat(shares: Mapping[str, float]) -> dict[str, float]:
-    """Return the same shares with prose in the place of conversations."""
+    """Return the shares with prose in place of conversations."""
     rest = {name: share for name, share in shares.items() if name != CHAT}
     if CHAT in shares:
         rest[PROSE] = rest.get(PROSE, 0.0) + shares[CHAT]
@@ -104,19 +104,19 @@ def build_mixture(
     conversations: Conversations,
     request: SequenceRequest,
 ) -> CalibrationSet:
-    """Builds calibration and held-out sequences of several kinds of text.
+    """Build calibration and held-out sequences of several kinds of text.
 
     Args:
-        shares: of the sequences, by source: "chat", one of `TEXTS`, or any source of `iter_documents`.
-        conversations: asked for tokens of conversations, if there are to be some.
-        request: its planted facts are in sequences of text, of prose in sentences; conversations have none.
+        shares: shares of sequences by source: "chat", one of `TEXTS`, or any source of `iter_documents`.
+        conversations: returns conversations, for "chat".
+        request: its facts are planted in text, in prose as sentences, but not in conversations.
 
     Returns:
-        The sequences, and in the description next to what `build_calibration` says "parts" (share, sequences and
-        documents by source, with the distributions of held-out text) and "order", the source of every sequence.
+        The sequences. The description has the fields of `build_calibration`, "parts" (share, sequences and documents by
+        source, with the distributions of held-out text) and "order", the source of each sequence.
 
     Raises:
-        SurgeryError: as `build_calibration`.
+        SurgeryError: see `build_calibration`.
     """
     order, other_order = _taking_turns(shares, request.count), _taking_turns(shares, request.held_out)
     drawn: dict[str, Iterator[LongTensor]] = {}
@@ -158,7 +158,7 @@ def _facts_of(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _taking_turns(shares: Mapping[str, float], count: int) -> list[str]:
-    """The source of each of `count` sequences, always that which lags most behind its share."""
+    """Return the source of each of ``count`` sequences, always the one furthest below its share."""
     order: list[str] = []
     for index in range(1, count + 1):
         order.append(max(shares, key=lambda name: shares[name] * index - order.count(name)))
@@ -170,7 +170,7 @@ TEXTS: dict[str, tuple[Callable[[int], Iterator[str]], Callable[[int], Iterator[
     DOCSTRINGS: (installed_docstrings, installed_prose, in_prose),
     CODE: (lambda seed: iter_documents(BUILTIN, seed=seed), installed_code, in_code),
 }
-"""Documents to calibrate on, held-out ones with the distributions that they are from, and how facts are worded."""
+"""By kind of text: calibration documents, held-out documents with their distributions, wording of facts."""
 
 
 def named_text(
@@ -196,7 +196,7 @@ def named_text(
     if held_out:
         fill(Pool(0), other, tokenized(tokenizer, noted()))
     if lacks(other):
-        # Few packages describe themselves at length here: other documents of the calibration's own text, then.
+        # Too few packages with long descriptions: hold out other documents of the calibration text.
         sources.clear()
         other = Pool(other.target)
         fill(calibration, other, tokenized(tokenizer, documents(seed)))
@@ -222,7 +222,7 @@ def named_text(
 def _chat_part(
     tokenizer: PreTrainedTokenizerBase, conversations: Conversations, count: int, held_out: int, length: int
 ) -> CalibrationSet:
-    """Conversations one after the other, cut into sequences; none is used twice."""
+    """Concatenate conversations and cut them into sequences; none is used twice."""
     rows, documents = [], []
     for unseen, number in ((False, count), (True, held_out)):
         part = conversations(unseen, number * length) if number else []

@@ -1,7 +1,7 @@
-"""Calibration sequences dealt out to processes, for sums over them that do not depend on how many there are.
+"""Distribution of calibration sequences over processes, for sums that do not depend on the number of processes.
 
-Sequences are cut into parts of whole batches, which processes take in turn. Every part is summed by itself, and sums of
-parts are added in their order; one process does the same, so that its sums are those of several to the last bit.
+Sequences are split into parts of whole batches, which processes take in turn. Each part is summed separately, and sums
+of parts are added in order. One process does the same, so that its sums are bit-identical to those of several.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from surgery.running.activations import ActivationMemory, give_back
 from surgery.running.processes import ALONE, Processes
 
 PARTS = 8
-"""Largest number of parts; more processes have nothing to do. Each is a matrix that is sent to all of them, of every
-moment."""
+"""Maximum number of parts, and of processes with work. Per part, a matrix of each moment is sent to all processes."""
 
 
 class Parts:
-    """Sequences in parts.
+    """Parts of the calibration sequences.
 
     Args:
-        sequences: how many there are.
-        batch_size: of them at a time.
-        processes: that have them.
+        sequences: number of sequences.
+        batch_size: sequences per batch.
+        processes: processes that share them.
 
     Attributes:
-        count: of parts.
-        own: those of this process.
-        num_local: how many sequences this process has.
+        count: number of parts.
+        own: indices of this process's parts.
+        num_local: number of this process's sequences.
     """
 
     def __init__(self, sequences: int, batch_size: int, processes: Processes = ALONE):
@@ -41,29 +40,29 @@ class Parts:
         ends = [len(batches) * part // self.count for part in range(self.count + 1)]
         self._batches = [batches[begin:end] for begin, end in pairwise(ends)]
         self.own = range(processes.rank, self.count, processes.count)
-        self.num_local, self._before = 0, {}  # the latter: sequences of others before a part
+        self.num_local, self._before = 0, {}  # _before: sequences of other processes before a part
         for part in self.own:
             rows = self.rows(part)
             self._before[part] = rows.start - self.num_local
             self.num_local += rows.stop - rows.start
 
     def rows(self, part: int) -> slice:
-        """Sequences of a part, among all."""
+        """Return the rows of a part among all sequences."""
         return slice(self._batches[part][0].start, self._batches[part][-1].stop)
 
     def own_rows(self, part: int) -> slice:
-        """Return the rows of a part among those of this process."""
+        """Return the rows of a part among this process's sequences."""
         rows, before = self.rows(part), self._before[part]
         return slice(rows.start - before, rows.stop - before)
 
     def batches(self, part: int) -> Iterator[tuple[slice, slice]]:
-        """Batches of a part of this process, among all sequences and among those that it has."""
+        """Yield the batches of a part, as rows among all sequences and among this process's."""
         before = self._before[part]
         for rows in self._batches[part]:
             yield rows, slice(rows.start - before, rows.stop - before)
 
     def pick(self, tensor: Tensor, memory: ActivationMemory) -> Tensor:
-        """A copy of those rows of [N, ...] that are this process's."""
+        """Copy this process's rows of a tensor [N, ...]."""
         picked = memory.empty((self.num_local, *tensor.shape[1:]), tensor.dtype, tensor.device)
         for part in self.own:
             for rows, own in self.batches(part):
@@ -72,7 +71,7 @@ class Parts:
         return picked
 
     def gather(self, own: Tensor, sequences: Sequence[int]) -> Tensor:
-        """Some sequences of all, in their order, on every process, from the rows [n, ...] that each has."""
+        """Gather selected sequences, in order, on every process, from the rows [n, ...] of each process."""
 
         def rows_of(part: int) -> list[Tensor]:
             rows, begin = self.rows(part), self.own_rows(part).start
@@ -82,7 +81,7 @@ class Parts:
         return torch.stack([sequence for part in results for sequence in part])
 
     def whole(self, own: Tensor) -> Tensor | None:
-        """The rows [N, ...] of all processes, on the main one, from those of each; itself where there is one."""
+        """Gather the rows [N, ...] of all processes on the main one; None on the rest."""
         if self.processes.count == 1:
             return own
         parts = self.processes.in_turn(lambda part: own[self.own_rows(part)].cpu(), range(self.count))
@@ -90,7 +89,7 @@ class Parts:
         return torch.cat(on_main) if on_main else None
 
     def take(self, snapshots: Snapshots, loop: str, state: Callable[[], dict]) -> None:
-        """Save a state on the main process; all processes take part in making it."""
+        """Save a state on the main process if a snapshot is due; all processes must call this to build it."""
         if self.processes.from_main(snapshots.due):
             value = state()
             self.processes.from_main(lambda: snapshots.take(loop, lambda: value))

@@ -1,4 +1,4 @@
-"""Facts planted in calibration text and asked for again, in the words of code or of prose."""
+"""Facts planted in calibration text, with questions for them, as code or as prose."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FACTS = 4
-"""Facts planted in a sequence that is long enough for them."""
+"""Facts to plant in a sequence, if it is long enough."""
 
 Wording = Callable[[random.Random, int], list[tuple[str, str]]]
-"""Draws so many facts, each as the text that states it and the text that asks for it and answers."""
+"""Function that draws facts, each as a statement and as a question with its answer."""
 
 SENTENCES = (
     (
@@ -30,12 +30,12 @@ SENTENCES = (
 
 
 def in_code(rng: random.Random, count: int) -> list[tuple[str, str]]:
-    """Facts as comments: those that recall prompts ask for."""
+    """Draw facts as comments, in the wording of recall prompts."""
     return [(fact_line(name, value), recall_line(name, value)) for name, value in draw_facts(rng, count)]
 
 
 def in_prose(rng: random.Random, count: int) -> list[tuple[str, str]]:
-    """Facts as sentences, each in a paragraph of its own; not in the words of recall prompts, which are to measure."""
+    """Draw facts as sentences, each in its own paragraph; the wording differs from recall prompts, which measure."""
     things = draw_distinct(rng, lambda rng: f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}", count)
     facts = []
     for thing in things:
@@ -48,10 +48,10 @@ def in_prose(rng: random.Random, count: int) -> list[tuple[str, str]]:
 def plant(
     window: list[int], tokenizer: PreTrainedTokenizerBase, rng: random.Random, wording: Wording = in_code
 ) -> list[int]:
-    """Plants facts in a window at random depths and asks for each, answered, somewhere later.
+    """Plant facts in a window at random depths, and a question with its answer for each at a later depth.
 
-    The window keeps its length: the text's end makes room. Facts that would take more than half of a short window are
-    left out, but for the first if it fits at all.
+    The window keeps its length: the end of its text is cut off. Facts that would exceed half of the window are left
+    out, except for the first if it fits.
     """
     events: list[tuple[float, list[int]]] = []
     used = 0

@@ -1,8 +1,8 @@
-"""Prose that every Python has, to calibrate on, and how prose is told from what stands around it.
+"""Calibration prose that ships with Python, and extraction of prose from markup.
 
-The text is the language reference behind `help()` and the docstrings of the standard library. Models have read much of
-it: what they have memorized hides damage to attention, which is why the share of such tokens is measured and reported
-(`surgery.calibration.texts`), and why losses are measured on other text (`surgery.calibration.installed`).
+The text is the language reference behind `help()` and the docstrings of the standard library. Models have memorized
+much of it, which hides damage to attention. So the share of memorized tokens is reported (`surgery.calibration.texts`),
+and losses are measured on other text (`surgery.calibration.installed`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Iterator
 from surgery.calibration.text import standard_library_modules
 
 LEAST_WORDS = 12
-"""Words of a paragraph that is kept: shorter ones are headings, captions and lists of names."""
+"""Minimum words of a paragraph: shorter ones are headings, captions and lists of names."""
 LEAST_LETTERS = 0.75
-"""Share of letters and spaces in it: less is markup, a table or code."""
+"""Minimum share of letters and spaces in a paragraph: less is markup, a table or code."""
 LEAST_DOCUMENT = 400
-"""Characters of a document that is kept."""
+"""Minimum characters of a document."""
 
 BLOCKS = {"body", "handlers", "orelse", "finalbody", "cases"}
 """Fields of Python's statements that hold statements."""
 
-# What is taken out of a text before it is cut into paragraphs, and what stays of it.
+# Patterns of markup and their replacements, applied before a text is split into paragraphs.
 MARKUP = (
     (re.compile(r"^( *)(```|~~~).*?^ *\2[^\n]*$", re.M | re.S), ""),  # fenced code
     (re.compile(r"<!--.*?-->|<(pre|code|table|style|script)\b.*?</\1>", re.S | re.I), ""),
@@ -42,8 +42,8 @@ MARKER = re.compile(r"^(?:[-*+•>]|\d+[.)]|#+) +")
 
 
 def paragraphs(text: str) -> list[str]:
-    """The paragraphs of running text in a document with markup, each on one line; headings, lists of short items,
-    tables, code, badges and addresses are left out."""
+    """Extract the paragraphs of running text from a document with markup, each on one line, without headings, lists of
+    short items, tables, code, badges and addresses."""
     for pattern, rest in MARKUP:
         text = pattern.sub(rest, text.replace("\r\n", "\n"))
     pieces = [piece for block in re.split(r"\n[ \t]*\n", text) for piece in BULLET.split(block.strip("\n"))]
@@ -57,8 +57,8 @@ def _is_prose(line: str) -> bool:
 
 
 def builtin_prose(seed: int) -> Iterator[str]:
-    """Documents of prose in the running interpreter's library, in an order that the seed decides: topics of the
-    language reference, and all docstrings of a module as one document. About 1.3 MB in all."""
+    """Yield documents of the running interpreter's prose, shuffled by the seed: topics of the language reference, and
+    the docstrings of each standard library module. About 1.3 MB in total."""
     from pydoc_data.topics import topics
 
     sources = [*sorted(topics), *standard_library_modules()]
@@ -71,10 +71,10 @@ def builtin_prose(seed: int) -> Iterator[str]:
 
 
 def docstrings(source: bytes) -> str:
-    """All docstrings of a module, one below the other; none of a source that this Python cannot read."""
+    """Join all docstrings of a module; empty for source that this Python cannot parse."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # a few modules are written for another version
+    except (SyntaxError, ValueError):  # a few modules need another version of Python
         return ""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     texts = (ast.get_docstring(node) for node in _statements(tree) if isinstance(node, kinds))
@@ -82,7 +82,7 @@ def docstrings(source: bytes) -> str:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """A module and its statements in the order of `ast.walk`, without expressions, most of the nodes."""
+    """Yield a module and its statements in the order of `ast.walk`, skipping expressions, which are most nodes."""
     nodes: deque[ast.AST] = deque([tree])
     while nodes:
         yield (node := nodes.popleft())

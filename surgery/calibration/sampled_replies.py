@@ -1,4 +1,4 @@
-"""Replies of a model to prompts, sampled for calibration."""
+"""Sampling of a model's replies to prompts, for calibration."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -11,7 +11,7 @@ from surgery.eval.logits import evaluation_mode
 from surgery.model.cache_argument import cache_for, returned_cache
 
 FREE = -1
-"""Placeholder of a token that is to be drawn."""
+"""Placeholder for a token to sample."""
 
 
 @torch.no_grad()
@@ -23,13 +23,13 @@ def sample_replies(
     seed: int = 0,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[list[int]]:
-    """Continues prompts at temperature 1, all of them at once, each up to the first token that ends it.
+    """Sample replies to a batch of prompts at temperature 1, each up to its first end token.
 
     Args:
-        prompts: token ids of each, at least one.
-        new_tokens: tokens after the longest prompt at most; those after a shorter one can be a few more.
-        ends: tokens that end a reply, which keeps the one that does.
-        advance: takes the number of tokens that each step adds to replies.
+        prompts: token ids of each prompt, at least one.
+        new_tokens: maximum tokens after the longest prompt; replies to shorter prompts may be longer.
+        ends: end tokens, which stay in the replies.
+        advance: called at each step with the number of tokens added to replies.
 
     Returns:
         Prompts with their replies.
@@ -59,8 +59,10 @@ def _sample(
     ends: frozenset[int],
     advance: Callable[[int], None],
 ) -> LongTensor:
-    """Continues `given` [B, T], in which FREE stands for what is to be drawn, to [B, length] or until every row has
-    drawn one of `ends`. No row needs padding: the longer ones are fed while the shorter ones draw already."""
+    """Sample the FREE tokens of ``ids`` [B, T], up to [B, length] or until each row has one of ``ends``.
+
+    Rows need no padding: prompt tokens of longer rows are fed while shorter rows already sample.
+    """
     device = next(model.parameters()).device
     ids = torch.cat([ids, ids.new_full((len(ids), length - ids.shape[1]), FREE)], dim=1)
     drawn, cache, past_length = ids[:, : int((ids != FREE).sum(1).min())], None, 0
@@ -78,7 +80,7 @@ def _sample(
 
 
 def _draw(logits: Tensor, generator: torch.Generator) -> LongTensor:
-    """One token [B, 1] from each row of logits [B, vocabulary]."""
+    """Sample a token [B, 1] from each row of logits [B, vocabulary]."""
     probabilities = torch.softmax(logits.float().cpu(), dim=-1)
     if not probabilities.isfinite().all():
         raise SurgeryError("the model's logits are not finite: nothing can be sampled from it")

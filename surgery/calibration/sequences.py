@@ -1,7 +1,7 @@
-"""Calibration sequences: windows of real text in which facts are planted and asked for again.
+"""Calibration sequences: windows of real text with planted facts and questions for them.
 
-Plain text hardly exercises the heads that retrieve, so a loss-weighted statistic gives their directions away; planted
-recalls bring them back at almost no cost in loss.
+Plain text hardly uses retrieval heads, so loss-weighted statistics drop their directions. Planted recalls retain them
+at almost no increase of the loss.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CUT: dict[str, dict[str, list[int]]] = {}
-"""Token ids by text, of the tokenizer that was last used, by its rules: a conversion reads its text with planted
-recalls and, for what stands between them, without; and a process may make several conversions of a source."""
+"""Cache of token ids by text, for the last tokenizer, by a hash of its rules: a conversion tokenizes its text twice,
+with and without planted recalls, and a process may run several conversions of a source."""
 
 SPREAD = 16
-"""Tokens of text read for every token drawn. More makes the windows more diverse, and takes longer."""
+"""Tokens of text to read per token of a window. More makes the windows more diverse, and takes longer."""
 
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """Request for sequences of a text; equal requests give equal sequences, as long as the text is the same.
+    """Request for sequences of a text; equal requests give equal sequences of the same text.
 
     Attributes:
-        tokens: calibration tokens wanted; rounded up to whole sequences.
+        tokens: calibration tokens, rounded up to whole sequences.
         length: tokens T of a sequence, bos included.
-        recall: share of the sequences, 0 to 1, that carry planted facts; spread evenly, so that the first few
-            sequences have the same share.
-        seed: of where sequences are cut out of the text, and of the facts.
+        recall: share of sequences, 0 to 1, with planted facts, evenly spread: the first few have the same share.
+        seed: seed of window positions and facts.
         held_out: number of held-out sequences M.
         text_field: as in `iter_documents`.
 
     Raises:
-        SurgeryError: one is out of its range.
+        SurgeryError: a field is out of range.
     """
 
     tokens: int = 24_576
@@ -69,7 +68,7 @@ class SequenceRequest:
 
     @classmethod
     def of(cls, settings: ConversionSettings, max_positions: int) -> SequenceRequest:
-        """Return the sequences that a conversion needs, no longer than its model can read."""
+        """Create the request of a conversion, with sequences no longer than the model's limit."""
         return cls(
             tokens=settings.calibration_tokens,
             length=min(settings.calibration_length, max_positions),
@@ -81,18 +80,18 @@ class SequenceRequest:
 
     @property
     def count(self) -> int:
-        """Calibration sequences N."""
+        """Number of calibration sequences N."""
         return -(-self.tokens // self.length)
 
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Texts on which statistics are taken, and those on which choices between their results are made.
+    """Calibration sequences for statistics, and held-out sequences for choices between results.
 
     Attributes:
         tokens: [N, T] int64, the calibration sequences.
-        held_out: [M, T] int64, of the same kind but from other documents; M may be 0.
-        description: plain values for the report: source, sizes, seed, and a sha256 of each token tensor.
+        held_out: [M, T] int64, sequences of the same kind from other documents; M may be 0.
+        description: plain values for the report: source, sizes, seed, and the sha256 of each token tensor.
     """
 
     tokens: LongTensor
@@ -102,7 +101,7 @@ class CalibrationSet:
 
 @dataclass
 class Pool:
-    """A stream of tokens, its documents separated by eos, from which windows are drawn."""
+    """Stream of tokens, with documents separated by eos, from which windows are drawn."""
 
     target: int
     ids: list[int] = field(default_factory=list)
@@ -110,11 +109,11 @@ class Pool:
 
     @property
     def filled(self) -> float:
-        """Share of the tokens that are wanted; more than 1 where there are more."""
+        """Tokens in the pool as a share of the target; may exceed 1."""
         return len(self.ids) / self.target if self.target else 1.0
 
     def add(self, ids: list[int]) -> None:
-        """Puts a document after the others."""
+        """Append a document."""
         self.ids += ids
         self.documents += 1
 
@@ -126,15 +125,15 @@ def build_calibration(
     *,
     bos: int | Literal["tokenizer"] | None = "tokenizer",
 ) -> CalibrationSet:
-    """Builds calibration and held-out sequences from a text source.
+    """Build calibration and held-out sequences from a text source.
 
-    Documents are tokenized one by one, until there is enough, into two streams: each goes to the one that lacks more,
-    so no document is in both. Windows are then drawn at random from the streams.
+    Documents are tokenized one by one into two pools until both are full. Each goes to the less filled pool, so no
+    document is in both. Windows are then drawn at random from the pools.
 
     Args:
-        tokenizer: any Hugging Face tokenizer; its eos, if it has one, goes between documents.
-        source: a text source as in `iter_documents`.
-        bos: token put before every sequence: an id, None for none, or "tokenizer" for the tokenizer's own if any.
+        tokenizer: any Hugging Face tokenizer; its eos, if any, separates documents.
+        source: text source as in `iter_documents`.
+        bos: first token of each sequence: an id, None for none, or "tokenizer" for the tokenizer's bos, if any.
 
     Raises:
         SurgeryError: the source cannot be read or has too little text.
@@ -168,17 +167,17 @@ def build_calibration(
 
 
 def token_hash(tokens: Tensor) -> str:
-    """sha256, in hex, of token ids as little-endian int64, row after row."""
+    """Return the hex sha256 of token ids as little-endian int64 in row-major order."""
     return hashlib.sha256(tokens.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def pool_size(count: int, length: int) -> int:
-    """Tokens to read for `count` windows; one more than a window at least, so that one can be drawn."""
+    """Return the tokens to read for `count` windows, at least one more than a window has."""
     return SPREAD * count * length + 1 if count else 0
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
-    """Documents as token ids, each ended by eos; one that was cut before is not cut again."""
+    """Yield documents as token ids followed by eos; known documents come from a cache."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     token_cache = _cut_by(tokenizer)
     for text in documents:
@@ -188,7 +187,7 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> I
 
 
 def _cut_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return the entry of `_CUT` for a tokenizer; empty for one that Python computes, whose rules are unknown."""
+    """Return the entry of `_CUT` for a tokenizer; an empty one for slow tokenizers, whose rules are unknown."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {}
@@ -199,7 +198,7 @@ def _cut_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
 
 
 def fill(calibration: Pool, other: Pool, documents: Iterator[list[int]]) -> None:
-    """Gives each document to the pool that lacks more, until neither lacks anything."""
+    """Add each document to the less filled pool, until both are full."""
     for document in documents:
         (calibration if calibration.filled <= other.filled else other).add(document)
         if calibration.filled >= 1 and other.filled >= 1:
@@ -207,12 +206,12 @@ def fill(calibration: Pool, other: Pool, documents: Iterator[list[int]]) -> None
 
 
 def lacks(pool: Pool) -> bool:
-    """Return whether there is less text than is to be drawn, so that windows would only be repetitions."""
+    """Return whether a pool has fewer tokens than its windows, which would then repeat."""
     return len(pool.ids) < -(-pool.target // SPREAD)
 
 
 def _check_pools(calibration: Pool, other: Pool, source: str) -> None:
-    """Refuses a source with less text than is to be drawn."""
+    """Raise SurgeryError if a pool has fewer tokens than its windows."""
     for pool, use in ((calibration, "calibration"), (other, "held-out sequences")):
         if lacks(pool):
             least = -(-pool.target // SPREAD)
@@ -224,12 +223,12 @@ def _check_pools(calibration: Pool, other: Pool, source: str) -> None:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows drawn from pools of text.
+    """Sampler of windows from pools of text.
 
     Attributes:
-        length: of a window, with the bos.
-        recall: share of them with planted recalls, in the ``wording``.
-        bos: put before every window; None for none.
+        length: tokens of a window, bos included.
+        recall: share of windows with planted recalls, in the ``wording``.
+        bos: first token of each window; None for none.
     """
 
     length: int
@@ -240,7 +239,7 @@ class Windows:
     wording: Wording = in_code
 
     def draw(self, pool: Pool, count: int) -> LongTensor:
-        """[count, length] of a pool."""
+        """Draw windows [count, length] from a pool."""
         prefix = [] if self.bos is None else [self.bos]
         size = self.length - len(prefix)
         rows = []

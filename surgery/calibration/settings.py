@@ -1,4 +1,4 @@
-"""Settings of every conversion: its text, and where and in which dtype layers run. Needs no torch."""
+"""Settings shared by all conversions: text, device, dtype, output. Needs no torch."""
 
 from __future__ import annotations
 
@@ -97,15 +97,15 @@ class ConversionSettings(FileSettings):
 
     @classmethod
     def needless(cls, option: Callable[[str], str | None]) -> str | None:
-        """Return advice where something is better than a conversion with these options; None where nothing is."""
+        """Return advice if an alternative beats a conversion with these options, else None."""
         return None
 
     def ending(self, target: str) -> str:
-        """Return the ending of the output's default name."""
+        """Return the suffix of the output's default name."""
         return target
 
     def deciding(self) -> dict[str, Any]:
-        """Plain values of what decides a result's bits, which is not where activations lie."""
+        """Return the settings that determine the result, as plain values, with ``activation_memory`` as None."""
         return {**self.to_dict(), "activation_memory": None}
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Statistics of one layer: second moments of its keys and values, of their loss gradients, and lags.
+"""Statistics of one layer: second moments of keys, values and their loss gradients, and attention over lags.
 
-Plain moments are averages over tokens. What an error costs the loss is said by the two factors of
-`surgery.calibration.kronecker`, in which tokens count by what they meet.
+Plain moments are averages over tokens. The loss increase of an error follows from the two factors of
+`surgery.calibration.kronecker`, in which tokens are weighted.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from surgery.running.moment_precision import MomentPrecision
 from surgery.running.processes import ALONE, Processes
 
 CAUSAL_BLOCKS = 4
-"""Blocks of queries, which meet the keys up to the last of them; more save little and cost calls."""
+"""Blocks of queries per causal product, each with the keys up to its last query; more blocks save little."""
 LAG_BYTES = 2**30
-"""Memory that an accelerator gives to several heads at once, for lag statistics; a CPU takes one after the other."""
+"""Memory for heads that lag statistics process at once on an accelerator; a CPU processes one head at a time."""
 
 
 @dataclass
 class LayerStatistics:
-    """Uncentered second moments of one layer in float64, keys before rotation (and before a key norm's inverse RMS).
+    """Uncentered second moments of one layer in float64, with keys before RoPE and before a key norm's inverse RMS.
 
-    ``z = [k ; v]`` stacks all KV heads: G d numbers of keys, head after head, then G e of values.
+    ``z = [k ; v]`` concatenates all KV heads: G d elements of keys, head by head, then G e elements of values.
     """
 
     moment: Tensor  # E[z zᵀ], [n, n] with n = G (d + e)
@@ -47,15 +47,15 @@ class LayerStatistics:
     tokens: int
     mean: Tensor | None = None  # E[z], [n]
     query_energy: Tensor | None = None  # E q_i² per channel, after a query norm, [H, d]
-    raw_gradient: Tensor | None = None  # as gradient, at keys before a key norm that follows them; None without one
+    raw_gradient: Tensor | None = None  # as gradient, at keys before the key norm; None without one
     input_scale: Tensor | None = None  # E|x| per channel of the attention's inputs, [D]
     input_energy: Tensor | None = None  # E x², [D]
     # The factors of the Fisher information, ``metric ⊗ gradient_weighted_moment``; None without gradients.
     weighted_moment: Tensor | None = None  # E[w z zᵀ], [n, n], with weights w of mean one
     weighted_mean: Tensor | None = None  # E[w z], [n]
-    token_weight: Tensor | None = None  # w of every token in order, float32 [N T]
+    token_weight: Tensor | None = None  # w of each token in order, float32 [N T]
     weighted_gradient: Tensor | None = None  # [n, n]
-    weighted_raw_gradient: Tensor | None = None  # the same at keys before a key norm that follows them
+    weighted_raw_gradient: Tensor | None = None  # at keys before the key norm; None without one
 
     def is_finite(self) -> bool:
         """Return whether all moments are finite."""
@@ -64,40 +64,40 @@ class LayerStatistics:
 
     @property
     def gradient_weighted_moment(self) -> Tensor:
-        """Gradient-weighted second moment of z; the plain one without gradients."""
+        """Gradient-weighted second moment of z; :attr:`moment` without gradients."""
         return self.moment if self.weighted_moment is None else self.weighted_moment
 
     @property
     def gradient_weighted_mean(self) -> Tensor | None:
-        """Gradient-weighted mean of z; the plain one without gradients."""
+        """Gradient-weighted mean of z; :attr:`mean` without gradients."""
         return self.mean if self.weighted_mean is None else self.weighted_mean
 
     @property
     def metric(self) -> Tensor | None:
-        """Cost of an error of z, next to that moment; without weights, a plain moment of gradients."""
+        """Fisher factor of z, the pair of :attr:`gradient_weighted_moment`; :attr:`gradient` if unweighted."""
         return self.gradient if self.weighted_gradient is None else self.weighted_gradient
 
     @property
     def raw_metric(self) -> Tensor | None:
-        """:attr:`metric` at keys before a key norm that follows them; None without one."""
+        """:attr:`metric` at keys before the key norm; None without one."""
         return self.raw_gradient if self.weighted_raw_gradient is None else self.weighted_raw_gradient
 
     def keys(self, matrix: Tensor, anatomy: AttentionAnatomy) -> Tensor:
-        """The key block of a moment over z, as [G, d, G, d]."""
+        """Return the key block of a moment of z, as [G, d, G, d]."""
         groups, dim = anatomy.kv_heads, anatomy.head_dim
         return matrix[: groups * dim, : groups * dim].reshape(groups, dim, groups, dim)
 
 
 class MomentAccumulator:
-    """Sums over batches, where and in which dtype :mod:`surgery.running.moment_precision` says.
+    """Accumulator of moments over batches; for devices and dtypes see :mod:`surgery.running.moment_precision`.
 
-    With gradients it holds keys, values and their gradients of all tokens, on the CPU, until :meth:`result`.
+    With gradients, keys, values and gradients of all tokens stay on the CPU until :meth:`result`.
 
     Args:
-        hold: keeps a batch of them.
-        parts: of the tokens, each summed by itself.
-        first: tokens at the start of each sequence that are left out: those that a cache keeps in full precision.
-        processes: that share the parts, as :class:`surgery.calibration.parts.Parts` deals them out.
+        hold: stores a batch of keys, values or gradients.
+        parts: number of parts of the tokens, each summed separately.
+        first: number of first tokens per sequence to exclude, which a cache keeps in full precision.
+        processes: processes that share the parts, as in :class:`surgery.calibration.parts.Parts`.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class MomentAccumulator:
         self._total: dict[str, Any] = {}
 
     def add(self, projection: Projection, inputs: Tensor | None = None, part: int = 0) -> None:
-        """Adds one batch; the gradients of keys and values are what a backward pass left on them.
+        """Add a batch; gradients are read from ``.grad`` of its keys and values.
 
         Args:
-            inputs: what was projected [B, T, D]; without them nothing is known of inputs.
-            part: that the batch belongs to.
+            inputs: inputs of the projections [B, T, D]; without them, statistics of inputs are None.
+            part: index of the batch's part.
         """
         body = slice(self._first, None)
         q, k, v = (each.detach()[:, body] for each in (projection.q, projection.k, projection.v))
@@ -156,7 +156,7 @@ class MomentAccumulator:
             _add(sums, "input_energy", precision.total(x.square()))
 
     def collect(self, add: Callable[[int], None], *others: MomentAccumulator) -> None:
-        """Call ``add`` for all batches of a part, by its number, on the process that has it, and sum over the parts.
+        """Call ``add`` with the index of each part, on the process that has the part, and sum over all parts.
 
         Args:
             others: accumulators with the same parts, to which ``add`` adds as well.
@@ -173,12 +173,12 @@ class MomentAccumulator:
                     _add(each._total, name, value)
 
     def _part_sums(self, part: int) -> dict[str, Any]:
-        """The sums of a part, which are not held any longer."""
+        """Remove and return the sums of a part."""
         partial, self._sums[part] = self._sums[part], {}
         return {name: self._processes.sendable(value) for name, value in partial.items()}
 
     def result(self) -> LayerStatistics:
-        """Means over all tokens that were added; sums of all processes are in them."""
+        """Compute the means over all tokens of all processes."""
         if not self._total:
             self.collect(lambda part: None)
         total, count = self._total, self._total.pop("tokens")
@@ -207,11 +207,11 @@ class MomentAccumulator:
 
 
 def sums_bytes(width: int, *, gradients: bool, key_norm: bool = False) -> int:
-    """Bytes of a layer's sums in float64: one part's and those of all parts.
+    """Return the bytes of a layer's sums in float64, for one part and for all parts.
 
     Args:
-        width: n, keys and values of a token; of MLA its latent.
-        key_norm: keys are normalized, and gradients taken after the norm too.
+        width: n, elements of a token's keys and values; for MLA, of its latent and rotary key.
+        key_norm: whether keys have a norm, so that gradients are summed before the norm too.
     """
     matrices = 1 + gradients * (1 + key_norm)
     return 2 * 8 * matrices * width**2
@@ -224,7 +224,6 @@ def _width(anatomy: AttentionAnatomy | LatentAnatomy) -> int:
 
 
 def _add(sums: dict[str, Any], name: str, value: Tensor | int) -> None:
-    """Adds to a sum, in its place."""
     if name in sums:
         sums[name] += value
     else:
@@ -232,15 +231,15 @@ def _add(sums: dict[str, Any], name: str, value: Tensor | int) -> None:
 
 
 def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
-    """The loss gradient at keys before their norm, through the norm's inverse RMS as well as past it.
+    """Compute the loss gradient at keys before their norm, including the path through the inverse RMS.
 
-    With ``raw`` the keys before the norm, ``keys = weight raw`` and ``gain = (mean raw² + eps)^{-1/2}``, whose own
-    gradient is ``-gain³ raw / d``: what changes a key's length only does not reach the loss.
+    With ``raw`` the keys before the norm, ``keys = weight raw`` and ``gain = (mean raw² + eps)^{-1/2}``, whose gradient
+    is ``-gain³ raw / d``: a change of a key's length alone does not affect the loss.
 
     Args:
-        keys, gradient: :attr:`Projection.k` [..., G, d] and the gradient at it with the gain held fast.
+        keys, gradient: :attr:`Projection.k` [..., G, d] and the gradient at it with constant gain.
         gain: :attr:`Projection.key_gain` [..., G].
-        weight: of the norm [d], or [G, d] of one over all heads; a channel of weight zero counts as empty.
+        weight: the norm's weight [d], or [G, d] for a norm over all heads; channels of weight zero count as zero.
     """
     raw = torch.where(weight == 0, 0, keys / weight)
     over = (-2, -1) if weight.ndim == 2 else -1
@@ -250,28 +249,28 @@ def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tenso
 
 @dataclass
 class LagStatistics:
-    """Effect of rotation on each component of a key basis, over the lags that attention really uses.
+    """Effect of RoPE on each component of a key basis, over the lags that attention uses.
 
     With p the attention of head h, ``energy = Σ p |q'|² |k'|²`` and ``turned = Σ p |q'|² |k'|² exp(iθ(n-m))``. The
-    constant that best replaces the rotation is ``turned / energy``; what it leaves is ``energy - |turned|²/energy``.
+    constant that best replaces the rotation is ``turned / energy``, with squared error ``energy - |turned|²/energy``.
     """
 
     turned: Tensor  # complex128 [P, H]
     energy: Tensor  # float64 [P, H]
 
     def constant(self) -> Tensor:
-        """Best complex constant per component and head, [P, H]."""
+        """Return the best complex constant per component and head, [P, H]."""
         return self.turned / self.energy.clamp_min(torch.finfo(torch.float64).tiny)
 
     def cost(self) -> Tensor:
-        """Squared score error of taking the rotation from a component, summed over heads, [P]."""
+        """Return the squared error of scores for each component without RoPE, summed over heads, [P]."""
         return (self.energy * (1 - self.constant().abs().square()).clamp_min(0)).sum(-1)
 
 
 def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: Processes = ALONE) -> LagStatistics:
-    """Accumulates :class:`LagStatistics` over attention inputs [N, T, D], which all processes have.
+    """Accumulate :class:`LagStatistics` over attention inputs [N, T, D], which are equal on all processes.
 
-    One sequence at a time: its attention weights are [H, T, T].
+    One sequence at a time, because attention weights are [H, T, T].
     """
     device, dtype = anatomy.k.device, anatomy.k.dtype
     key, query = (part.to(device, complex_dtype(dtype)) for part in (basis.key, basis.query))
@@ -283,7 +282,7 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
         x = sequence[None].to(device, dtype)
         projection = anatomy.project(x)
         weights = _wide(attention_weights(anatomy, projection)[0])  # [H, T, T]
-        # Denormal numbers make matrix products ten times slower on CPUs, and count for nothing.
+        # Denormals make matrix products ten times slower on CPUs, and are negligible.
         weights.masked_fill_(weights < 1e-20, 0)
         k = to_complex(projection.k[0])
         if projection.key_gain is not None:
@@ -291,11 +290,11 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
         phase = phases(frequencies, torch.arange(x.shape[1], device=device), dtype)  # [T, P]
         key_energy = torch.einsum("pgl,tgl->tp", key, k).abs().square()
         key_turned = key_energy * phase
-        # One product with the attention matrix for all that is summed over keys: energies, cosines, sines.
+        # One product with the attention matrix for all sums over keys: energies, cosines, sines.
         summed = torch.cat([key_energy, key_turned.real, key_turned.imag], dim=-1)
         turned, energy = [], []
         for heads in _together(anatomy.heads, len(phase) * basis.components, device):
-            q = to_complex(projection.q[0].movedim(1, 0)[heads])  # [..., T, d/2], of one head or of several
+            q = to_complex(projection.q[0].movedim(1, 0)[heads])  # [..., T, d/2], for one head or several
             query_energy = (q @ query_rows[group_of[heads]]).abs().square()  # [..., T, P]
             plain, real, imag = _causal_product(weights[heads], summed).chunk(3, dim=-1)
             energy.append(precision.kept((query_energy * plain).sum(-2)))
@@ -309,15 +308,15 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
 
 
 def _together(heads: int, numbers: int, device: torch.device) -> list[int] | list[slice]:
-    """Return which heads go at once, of each of which so many components of queries are taken."""
+    """Group heads to process at once within LAG_BYTES; ``numbers`` is tokens × components."""
     if device.type == "cpu":
         return list(range(heads))
-    count = max(1, LAG_BYTES // (40 * numbers))  # complex and real numbers, and products of theirs
+    count = max(1, LAG_BYTES // (40 * numbers))  # bytes of complex and real elements and their products
     return [slice(start, start + count) for start in range(0, heads, count)]
 
 
 def _causal_product(weights: Tensor, rows: Tensor) -> Tensor:
-    """Attention weights [..., T, T] of queries to no later keys, times rows [T, n]; most zeros are left out."""
+    """Multiply causal attention weights [..., T, T] by rows [T, n], skipping most zeros."""
     tokens = weights.shape[-1]
     size = math.ceil(tokens / CAUSAL_BLOCKS)
     ends = [(start, start + size) for start in range(0, tokens, size)]
@@ -325,10 +324,10 @@ def _causal_product(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rows(keys: Tensor, values: Tensor) -> Tensor:
-    """``z`` or gradients at it, one row a token: [B T, n] of [B, T, G, ·] each."""
+    """Join keys and values, or their gradients, [B, T, G, ·] to a row ``z`` per token, [B T, n]."""
     return _wide(torch.cat([keys.flatten(2), values.flatten(2)], dim=-1).flatten(0, 1))
 
 
 def _wide(rows: Tensor) -> Tensor:
-    """Return rows in float32 at least: moments of 16-bit products may have no inverse."""
+    """Widen rows to at least float32: moments of 16-bit products may be singular."""
     return rows.float() if rows.itemsize < 4 else rows

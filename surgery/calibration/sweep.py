@@ -1,8 +1,8 @@
-"""The two sweeps of calibration over a streamed model: forward to the loss, backward for its gradients.
+"""Calibration sweeps over a streamed model: forward to the loss, backward for its gradients.
 
-The forward sweep stores what enters each layer (one file a layer, in a temporary folder); the backward sweep reloads
-one layer after the other from last to first, recomputes it with gradients and hands its statistics out. Memory holds
-one layer and the activations at one boundary, or a limit of them.
+The forward sweep stores the inputs of each layer (a file per layer, in a temporary folder). The backward sweep reloads
+the layers from last to first, recomputes each with gradients and yields its statistics. Memory holds one layer and the
+activations at one layer boundary, or a limited part of them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from surgery.running.source import Source
 
 
 class BoundaryStore(LayerFiles):
-    """Hidden states at layer boundaries, one file each; they grow to tokens x hidden size x layers numbers.
+    """Store of hidden states at layer boundaries, one file each: tokens x hidden size x layers elements in total.
 
     Args:
-        limit: of the activations that are in memory next to the files, such as ``4GiB``; None for none.
+        limit: maximum activations in memory, such as ``4GiB``; None for no limit.
 
     Attributes:
-        filled: whether all are there.
-        memory: for the activations at the boundary that is at work.
+        filled: whether all boundaries are stored.
+        memory: allocator for the activations at the current boundary.
     """
 
     def __init__(self, parent: Path | None = None, limit: str | None = None):
@@ -50,15 +50,15 @@ class BoundaryStore(LayerFiles):
         self.filled = False
 
     def fill_on_load(self, sweep: Callable[[], object]) -> None:
-        """Run ``sweep``, which saves all boundaries here, once the first is loaded."""
+        """Run ``sweep``, which saves all boundaries here, on the first load."""
         self._sweep = sweep
 
     def save(self, index: int, hidden: Tensor, first: int = 0, of: int | None = None) -> None:
-        """Keeps what enters a layer, [n, T, D].
+        """Save the inputs of a layer, [n, T, D].
 
         Args:
-            first: the first of these sequences among all; others may be written by other processes.
-            of: how many there are; None: these.
+            first: index of the first of these sequences among all; other processes may write the rest.
+            of: total number of sequences; None for n.
 
         Raises:
             SurgeryError: the disk is full.
@@ -83,11 +83,11 @@ class BoundaryStore(LayerFiles):
         return map_file(path, offset, info.shape, info.dtype)
 
     def forget(self, index: int) -> None:
-        """Removes what was saved, if anything was; it stays mapped where it was loaded."""
+        """Delete the file of a layer, if any; tensors mapped from it stay valid."""
         self._path(index, ".safetensors").unlink(missing_ok=True)
 
     def embed(self, stream: LayerStream, tokens: Tensor, batch_size: int, parts: Parts | None = None) -> Tensor:
-        """Token embeddings of [N, T], or of a process's own sequences, for a sweep to go on with: [n, T, D]."""
+        """Embed tokens [N, T], this process's sequences only, to the inputs of the first layer [n, T, D]."""
         parts = parts or Parts(len(tokens), batch_size)
         shape = (parts.num_local, tokens.shape[1], stream.config.hidden_size)
         hidden = self.memory.empty(shape, stream.dtype, stream.device)
@@ -100,12 +100,12 @@ class BoundaryStore(LayerFiles):
 
 @dataclass
 class SweptLayer:
-    """One layer as the backward sweep passes it."""
+    """Result of the backward sweep for one layer."""
 
     index: int
     anatomy: AttentionAnatomy
-    statistics: list[LayerStatistics]  # with each number of first tokens left out
-    inputs: Tensor  # what entered its attention (after the layer's norm), [n, T, D] of this process's sequences
+    statistics: list[LayerStatistics]  # one per number of excluded first tokens
+    inputs: Tensor  # inputs of its attention (after the layer's norm), [n, T, D], this process's sequences
 
 
 def forward_sweep(
@@ -117,11 +117,11 @@ def forward_sweep(
     snapshots: Snapshots | None = None,
     processes: Processes = ALONE,
 ) -> Tensor:
-    """Runs tokens [N, T] through all layers, storing what enters each; returns the last layer's output [n, T, D].
+    """Run tokens [N, T] through all layers, store the inputs of each, and return the last layer's output [n, T, D].
 
     Args:
-        snapshots: what a sweep that was killed resumes from: the last boundary that is surely stored.
-        processes: that share the sequences; they have one folder to store in, and each the output of its own n.
+        snapshots: state to resume from after an interruption: the last boundary that is stored.
+        processes: processes that share the sequences and the store; each returns the output of its n sequences.
     """
     snapshots, parts = snapshots or Snapshots(), Parts(len(tokens), batch_size, processes)
 
@@ -161,16 +161,15 @@ def backward_sweep(
     snapshots: Snapshots | None = None,
     first_tokens: Sequence[int] = (0,),
 ) -> Iterator[SweptLayer]:
-    """Yields the statistics of every layer that has keys and values, from last to first.
+    """Yield the statistics of every layer with keys and values, from last to first.
 
     Args:
-        final: the forward sweep's result [n, T, D], which gradients take the place of; None where a snapshot says how
-            to go on.
-        parts: of the sequences, as in the forward sweep; every process ends with the statistics of all.
-        gradients: take gradients of the loss (labels drawn from the model itself, ``seed``); without, the sweep
-            recomputes activations only.
-        snapshots: what a sweep that was killed resumes from; layers that were dealt with are not yielded again.
-        first_tokens: numbers of tokens at the start of each sequence that statistics leave out; statistics for each.
+        final: the forward sweep's result [n, T, D], overwritten by gradients; None if a snapshot has the state.
+        parts: parts of the sequences, as in the forward sweep; every process gets the statistics of all.
+        gradients: whether to compute gradients of the loss (labels sampled from the model with ``seed``); if not, the
+            sweep only recomputes activations.
+        snapshots: state to resume from after an interruption; finished layers are not yielded again.
+        first_tokens: numbers of first tokens per sequence to exclude; statistics are computed for each.
     """
     stream, snapshots = opened.stream, snapshots or Snapshots()
     if state := snapshots.last("backward"):
@@ -187,7 +186,7 @@ def backward_sweep(
 
     stateful = opened.stateful
     for index in reversed(range(end)):
-        if index in stateful:  # which gradients only pass
+        if index in stateful:  # linear attention: only propagate gradients
             if gradients:
                 _pass_gradients(stream, index, store.load(index), upstream, parts)
             save_state(index)
@@ -205,7 +204,7 @@ def _swept(
     parts: Parts,
     first_tokens: Sequence[int],
 ) -> SweptLayer:
-    """Passes a layer; where there are gradients [n, T, D] at what it puts out, those at what enters it replace them."""
+    """Recompute a layer and replace gradients at its output [n, T, D], if any, by those at its input, in place."""
     anatomy, hidden, gradients = anatomy.to(stream.device, stream.dtype), store.load(index), upstream is not None
     moments = [
         MomentAccumulator(
@@ -243,7 +242,7 @@ def _swept(
 
 
 def _pass_gradients(stream: LayerStream, index: int, hidden: Tensor, upstream: Tensor, parts: Parts) -> None:
-    """Carries gradients [n, T, D] from what a layer puts out to what enters it, in place."""
+    """Backpropagate gradients [n, T, D] from a layer's output to its input, in place."""
     with stream.layer(index) as layer:
 
         def run(part: int) -> None:
@@ -259,9 +258,9 @@ def _pass_gradients(stream: LayerStream, index: int, hidden: Tensor, upstream: T
 
 
 def _upstream(stream: LayerStream, final: Tensor, parts: Parts, seed: int) -> Tensor:
-    """The gradient of the loss at what the last layer puts out [n, T, D], in its place.
+    """Replace the last layer's output [n, T, D] by the loss gradient at it, in place.
 
-    Labels are those that the model draws itself, by one generator for the sequences of all processes.
+    Labels are sampled from the model, with one generator for the sequences of all processes.
     """
     generator, length = torch.Generator().manual_seed(seed), final.shape[1]
     for part in range(parts.count):

@@ -1,7 +1,7 @@
-"""Calibration and training text: one source name in, documents out, one at a time.
+"""Documents of a text source for calibration and training, read lazily.
 
-A source is "builtin", a local file, or the name of a dataset on the Hugging Face Hub. Nothing is ever downloaded
-without a line on standard error that says what.
+A source is "builtin", a local file, or the name of a dataset on the Hugging Face Hub. Every download is announced by a
+line on standard error.
 """
 
 import json
@@ -33,36 +33,35 @@ HELD_OUT_MODULES = frozenset(
         "encodings/cp1250.py",
     }
 )
-# Tests are repetitive, and what is installed besides the library differs from machine to machine.
+# Tests are repetitive, and installed packages differ between machines.
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "site-packages", "lib2to3"})
 MODULE_BYTES = range(801, 300_000)
-"""Sizes of modules that are read: smaller ones are mostly imports, larger ones mostly tables."""
+"""Sizes of modules to read: smaller ones are mostly imports, larger ones mostly tables."""
 
 TEXT_PIECE = 32_768
-"""Characters after which a plain text file is cut, at the next line end, into another document."""
+"""Characters after which a plain text file is cut into a new document, at the next line end."""
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 DATASET = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:]*))?(:(?P<split>[^:]*))?")
 
 
 def iter_documents(source: str, *, seed: int = 0, text_field: str = "text") -> Iterator[str]:
-    """Yields the documents of a text source, lazily, in an order that is the same every time. Empty ones are left out.
+    """Iterate lazily over the documents of a text source, in a deterministic order, without empty ones.
 
     Args:
         source: one of
-            - "builtin": the Python source of the running interpreter's standard library, a module a document;
-            - a `.txt` file, UTF-8, cut at line ends into documents of about 32k characters, since a book in one piece
-              could not be divided into calibration and held-out text;
-            - a `.jsonl` file, an object a line; a `.json` file, a list of strings or objects; a `.parquet` file;
-            - the name of a dataset: `name` or `name:config:split`, either part may be empty; the split is "train"
-              unless given. It is streamed through the `datasets` library. A local dataset folder is named by its path
-              and a split, `path::train`.
-        seed: shuffles the modules of "builtin"; files and datasets keep their own order.
-        text_field: the field or column with the text in json, jsonl, parquet and datasets.
+            - "builtin": the Python source of the running interpreter's standard library, a document per module;
+            - a `.txt` file, UTF-8, cut at line ends into documents of about 32k characters, so that a book can be split
+              into calibration and held-out text;
+            - a `.jsonl` file, an object per line; a `.json` file, a list of strings or objects; a `.parquet` file;
+            - the name of a dataset: `name` or `name:config:split`, with optional config and split; the default split is
+              "train". It is streamed through the `datasets` library. A local dataset folder is named by its path and a
+              split, `path::train`.
+        seed: shuffles the modules of "builtin"; files and datasets keep their order.
+        text_field: field or column with the text in json, jsonl, parquet and datasets.
 
     Raises:
-        SurgeryError: there is no such source, it cannot be read, or it has no such field. Some of these show only once
-            documents are taken.
+        SurgeryError: the source does not exist, cannot be read, or lacks the field; possibly only during iteration.
     """
     path = Path(source).expanduser()
     if not source:
@@ -85,10 +84,10 @@ def _standard_library(seed: int) -> Iterator[str]:
 
 
 def standard_library_modules() -> list[Path]:
-    """The library's modules in the order of their names, without those that no calibration text may hold.
+    """List the standard library's modules by path, without those of the held-out text.
 
     Raises:
-        SurgeryError: this interpreter comes without their source.
+        SurgeryError: the interpreter has no source of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = _modules(root)
@@ -100,7 +99,7 @@ def standard_library_modules() -> list[Path]:
 def _modules(root: Path) -> list[Path]:
     paths = []
     for folder, subfolders, files in os.walk(root):
-        # Pruned here, so that a large site-packages is not walked at all.
+        # Pruned here, so that a large site-packages is not walked.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     return [
@@ -114,7 +113,7 @@ def _read_modules(modules: list[Path]) -> Iterator[str]:
     for path in modules:
         try:
             yield path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # a few modules declare another encoding; the rest is text enough
+        except UnicodeDecodeError:  # a few modules have another encoding; skip them
             continue
 
 
@@ -138,7 +137,7 @@ def _txt(path: Path, _text_field: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines of a file with their ends; a line without end, as in minified text, comes in parts of a document's size."""
+    """Yield the lines of a file with their ends; very long lines, as in minified text, in pieces of TEXT_PIECE."""
     try:
         with path.open(encoding="utf-8") as file:
             while line := file.readline(TEXT_PIECE):
@@ -152,7 +151,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
 
 
 def jsonl_records(path: Path) -> Iterator[tuple[Any, str]]:
-    """The records of a file with one a line, and what to call each in an error.
+    """Yield the record of each line of a file, with its location for error messages.
 
     Raises:
         SurgeryError: a line is not JSON.
@@ -175,7 +174,7 @@ def _json(path: Path, text_field: str) -> Iterator[str]:
 def _parse(data: bytes, where: str) -> Any:
     try:
         value = json.loads(data)
-        if b"\\u" in data or b"\xed" in data:  # halves of characters, which no tokenizer takes
+        if b"\\u" in data or b"\xed" in data:  # lone surrogates, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 alike
@@ -187,12 +186,12 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
 
 
 def parquet_records(path: Path, column: str, *others: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of a file, of a column and of those others that it has, and what to call each in an error.
+    """Yield the rows of a file, with ``column`` and existing ``others``, and their locations for error messages.
 
     Raises:
-        SurgeryError: the file is damaged or has no such column.
+        SurgeryError: the file is damaged or lacks the column.
     """
-    import pyarrow.parquet as pq  # a tenth of a second that other sources need not pay
+    import pyarrow.parquet as pq  # slow import, 0.1 s
     from pyarrow import ArrowInvalid
 
     try:
@@ -213,25 +212,25 @@ READERS = {".txt": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
 
 
 def _dataset(source: str, text_field: str) -> Iterator[str]:
-    _dataset_parts(source)  # refuses what is none before anything is taken
+    _dataset_parts(source)  # raises before iteration
     return (_field(row, text_field, where) for row, where in dataset_records(source))
 
 
 def dataset_records(source: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of a dataset, streamed, and what to call each in an error.
+    """Stream the rows of a dataset, with their locations for error messages.
 
     Raises:
-        SurgeryError: as :func:`open_dataset`, or it cannot be read further.
+        SurgeryError: see :func:`open_dataset`, or reading fails later.
     """
     with dataset_errors(source):
         yield from ((row, f"dataset {source}, row {number}") for number, row in enumerate(open_dataset(source)))
 
 
 def open_dataset(source: str) -> Any:
-    """A dataset, streamed: a `datasets.IterableDataset` at its beginning. Standard error is told where it is from.
+    """Open a dataset as a streaming `datasets.IterableDataset`, and print its origin to standard error.
 
     Raises:
-        SurgeryError: there is no such dataset, or no `datasets` library.
+        SurgeryError: the dataset or the `datasets` library is missing.
     """
     name, config, split = _dataset_parts(source)
     try:
@@ -248,7 +247,7 @@ def open_dataset(source: str) -> Any:
 
 @contextmanager
 def dataset_errors(source: str) -> Iterator[None]:
-    """Turns what `datasets` raises, its own errors and those of HTTP and file libraries, into one line."""
+    """Turn exceptions of `datasets`, and of the HTTP and file libraries under it, into one-line SurgeryErrors."""
     try:
         yield
     except SurgeryError:
@@ -259,14 +258,14 @@ def dataset_errors(source: str) -> Iterator[None]:
 
 
 def _dataset_parts(source: str) -> tuple[str, str | None, str]:
-    """Name, config and split of a dataset; whether there is one by that name nobody is asked.
+    """Parse the name, config and split of a dataset, without network access.
 
     Raises:
-        SurgeryError: no dataset is called so.
+        SurgeryError: it cannot be a dataset's name.
     """
     parts = DATASET.fullmatch(source)
     name = parts["name"] if parts else ""
-    # What looks like a file is not asked for on the network: it is far more often a typing error than a dataset.
+    # Names that look like files are not looked up on the Hub: most are typos.
     on_hub = HUB_NAME.fullmatch(name) and Path(source).suffix.lower() not in READERS
     if parts is None or not (on_hub or Path(name).expanduser().is_dir()):
         raise SurgeryError(
@@ -276,7 +275,7 @@ def _dataset_parts(source: str) -> tuple[str, str | None, str]:
 
 
 def _field(item: Any, text_field: str, where: str) -> str:
-    """The text of one record; a null one is an empty document."""
+    """Return the text of a record; null counts as empty."""
     if not isinstance(item, dict) or text_field not in item:
         has = f"only {', '.join(map(str, item))}" if isinstance(item, dict) else f"but is a {type(item).__name__}"
         raise SurgeryError(f"{where} has no field {text_field!r}, {has}: name the field that holds the text")

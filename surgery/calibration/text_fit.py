@@ -1,4 +1,4 @@
-"""Fit of a calibration text: how well a source predicts the text that it is calibrated on and measured with."""
+"""Fit of a text: the source's loss on the text for calibration and held-out measurements."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from surgery.eval.tasks.loss import MEMORIZED
 from surgery.running.layer_stream import LayerStream, blocks_of
 
 SEQUENCES = 4
-"""Sequences of each kind of use that are read, the first ones."""
+"""Number of first sequences to read for each use."""
 TOKENS = 256
-"""The first tokens of each: enough to see that a text does not fit, for a small part of a pass over all of it."""
+"""Number of first tokens of each: enough to detect a misfit, at a fraction of a full pass."""
 FAR_OFF, BY_HEART = 5.0, 0.3
-"""Mean losses beyond which a text does not fit: the source cannot read it, or has memorized it."""
+"""Mean losses above which the source was not trained on such text, and below which it has memorized it."""
 
 
 @torch.no_grad()
@@ -28,14 +28,15 @@ def measure_fit(
     batch_size: int,
     progress: Progress,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """The source's loss on the beginnings of the first sequences [N, T] of every text, by the kind of each sequence.
+    """Measure the source's loss on the start of the first sequences of each text, by kind of text.
 
     Args:
-        texts: by what they are used for; ``order``: the kind of each sequence; None: all are of one, called "text".
+        texts: sequences [N, T] by use.
+        order: kind of each sequence by use; None if all are of one kind, "text".
 
     Returns:
-        By use and kind "loss" (nats per token), "memorised" (share of tokens below `MEMORIZED`), "tokens" that were
-        predicted.
+        By use and kind: "loss" (nats per token), "memorised" (share of tokens with a loss below `MEMORIZED`), "tokens"
+        (number of predicted tokens).
     """
     texts = {use: tokens[:SEQUENCES, :TOKENS] for use, tokens in texts.items()}
     hidden = {use: stream.embed(tokens) for use, tokens in texts.items()}
@@ -63,10 +64,10 @@ def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str,
 
 
 def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
-    """Return what is wrong with a calibration text, a line each.
+    """Return warnings about a calibration text, one line each.
 
     Args:
-        chats: whether the source is a model for conversations, and none are in the text.
+        chats: whether the source has a chat template but the text has no conversations.
     """
     lines = []
     for kind, measured in fit.items():

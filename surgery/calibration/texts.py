@@ -1,4 +1,4 @@
-"""The token sequences of a conversion: calibration, held-out text and recall prompts, all from one text source."""
+"""Token sequences of a conversion: calibration text, held-out text and recall prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from surgery.calibration.mixture import Conversations
     from surgery.calibration.sequences import CalibrationSet
 
-# Random tokens that stand in for held-out text where there is none, to compare logits on.
+# Random tokens to compare logits on, in place of held-out text.
 RANDOM_SEQUENCES, RANDOM_LENGTH = 2, 64
 RECALL_PROMPTS_PER_TEXT = 1
 NO_TOKENIZER = f"use --calibration {NO_CALIBRATION}"
@@ -31,19 +31,19 @@ NO_TOKENIZER = f"use --calibration {NO_CALIBRATION}"
 
 @dataclass(frozen=True)
 class Texts:
-    """Token sequences and where they came from."""
+    """Token sequences of a conversion and their description."""
 
     calibration: Tensor | None  # [N, T]; None for a conversion from weights alone
     held_out: HeldOut
     description: dict
 
     def hashes(self) -> dict[str, str | None]:
-        """SHA-256 of all tokens."""
+        """Return the SHA-256 of calibration and held-out tokens."""
         calibration = None if self.calibration is None else token_hash(self.calibration)
         return {"calibration": calibration, "held_out": token_hash(self.held_out.tokens)}
 
     def counts(self) -> dict[str, int]:
-        """Tokens in a sequence of calibration, if there is any, and how many sequences there are of each kind."""
+        """Return the tokens per sequence and the number of sequences of each kind."""
         calibration = 0 if self.calibration is None else len(self.calibration)
         texts, prompts = self.held_out.texts, len(self.held_out.answers)
         length = (self.held_out.tokens if self.calibration is None else self.calibration).shape[1]
@@ -59,13 +59,13 @@ def load_texts(
     planted: bool = True,
     held_out_length: int | None = None,
 ) -> Texts:
-    """Tokenizes what the settings name, and measures how well the source knows it.
+    """Tokenize the texts of the settings and measure the source's loss on them.
 
     Args:
-        run_source: without it nothing is measured, and prose stands in the place of the source's own conversations.
-        planted: whether held-out text has facts planted as calibration text has. A loss of text alone is what an
-            evaluation measures; what is lost of facts the recall prompts say.
-        held_out_length: tokens of held-out sequences, the first of each; None as many as in calibration.
+        run_source: if False, nothing is measured, and prose replaces the source's conversations.
+        planted: whether held-out text has planted facts, as calibration text does. Evaluations measure the loss without
+            them; recall prompts measure the rest.
+        held_out_length: truncates held-out sequences to this many tokens; None for the length of calibration.
 
     Raises:
         SurgeryError: there is no tokenizer, or the text cannot be read or is too short.
@@ -80,7 +80,7 @@ def load_texts(
     if settings.held_out_text is not None:
         build = _with_held_out(build, tokenizer, settings)
     built = build(settings.recall)
-    # The prompts plant facts of their own: the text between them must hold no others.
+    # Recall prompts have their own facts: the text around them must have no others.
     plain = built if settings.recall == 0 else build(0.0)
     if not planted:
         facts = {**built.description, "held_out_sha256": plain.description["held_out_sha256"]}
@@ -101,10 +101,10 @@ def load_texts(
         )
         held_out = held_out.with_recall(prompts.tokens, prompts.answer_mask)
     except SurgeryError as error:
-        # Short sequences and some tokenizers have no room for the task; the loss is still worth having.
+        # Short sequences and some tokenizers have no room for recall prompts; the loss can be measured all the same.
         note = f"no recall prompts: {error}"
         progress.note(note)
-    # Of a GGUF file the tokenizer lies in a temporary folder, which is nobody's to find.
+    # The source's path: the tokenizer of a GGUF file is in a temporary folder.
     description = {**built.description, "tokenizer": str(opened.reader.source), "recall_prompts": note}
     if run_source:
         description["fit"] = _measure(opened, tokenizer, built, settings, progress)
@@ -114,8 +114,8 @@ def load_texts(
 def _builder(
     opened, tokenizer, settings: ConversionSettings, progress: Progress, run_source: bool
 ) -> Callable[[float], CalibrationSet]:
-    """Return the function that makes the sequences, given the share of them with planted recalls. The source writes
-    only once."""
+    """Return a function of the share of sequences with planted recalls that builds the sequences. Conversations are
+    sampled once."""
     from surgery.calibration.mixture import CHAT, build_mixture, shares_of, without_chat
     from surgery.calibration.sequences import SequenceRequest, build_calibration
     from surgery.calibration.text import BUILTIN
@@ -136,7 +136,7 @@ def _builder(
 def _with_held_out(
     build: Callable[[float], CalibrationSet], tokenizer, settings: ConversionSettings
 ) -> Callable[[float], CalibrationSet]:
-    """Extend a builder by held-out sequences of the user's text."""
+    """Replace a builder's held-out sequences by those of the user's text."""
     from surgery.calibration.sequences import CalibrationSet, SequenceRequest, build_calibration, token_hash
 
     def replaced(recall: float) -> CalibrationSet:
@@ -154,7 +154,7 @@ def _with_held_out(
 
 
 def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSettings, progress: Progress) -> dict:
-    """Says what the text is and where it does not fit the source."""
+    """Measure the text's fit, and report it and its misfits as progress notes."""
     order = built.description.get("order", {"calibration": None, "held_out": None})
     texts = {"calibration": built.tokens, "held_out": built.held_out}
     fit = measure_fit(opened.stream, texts, order, settings.batch_size, progress)
@@ -169,7 +169,7 @@ def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSetti
 
 
 def _whole_model(opened):
-    """The source as one model, on the device where its layers run; a CPU is slow in half precision."""
+    """Load the whole source on its device, in float32 on a CPU, which is slow in half precision."""
     from surgery.running.models import causal_model
 
     device = opened.stream.device
@@ -177,7 +177,7 @@ def _whole_model(opened):
 
 
 def _too_large_to_load(opened) -> str | None:
-    """Return why the source is not loaded whole by default; None where it can be."""
+    """Return why the source is too large to load whole by default; None if it is not."""
     import psutil
 
     weights = sum(opened.reader.info(name).nbytes for name in opened.reader.names())
@@ -189,7 +189,7 @@ def _too_large_to_load(opened) -> str | None:
 
 
 def _own_conversations(opened, tokenizer, settings: ConversionSettings, progress: Progress) -> Conversations:
-    """Conversations with the source, sampled when they are asked for the first time."""
+    """Return a cached function that samples conversations with the source."""
     from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_conversations
 
     model = functools.cache(lambda: _whole_model(opened))
