@@ -22,7 +22,7 @@ class MLASpec:
     query_bias: bool
     latent_bias: bool  # the source has a key or value bias
     output_bias: bool
-    key_norm_eps: float | None  # of the source's q/k-norm; None without
+    key_norm_eps: float | None  # of the source's q/k-norm; None without one
     windows: tuple[int | None, ...]
     input_lengths: tuple[float, ...]  # per layer: L2 norm of attention inputs, that of the input norm's weight
 

@@ -63,7 +63,7 @@ class HeldOut:
         )
 
     def with_recall(self, tokens: Tensor, answers: Tensor) -> HeldOut:
-        """Return the same text followed by recall prompts [n, T], and the positions of their answers, bool [n, T]."""
+        """Append recall prompts [n, T] with a mask of their answers, bool [n, T]."""
         return HeldOut(torch.cat([self.tokens, tokens]), self.texts, answers)
 
     def score(self, stream: LayerStream, hidden: Tensor) -> Score:

@@ -35,7 +35,7 @@ class KeptStatistics:
         self._folder = self._place(self._facts)
 
     def read_into(self, library: StatisticsLibrary) -> bool:
-        """Copy the statistics to the library and return True, if there are any, with lag statistics or as requested."""
+        """Copy cached statistics, with or without extra lag statistics, to the library; return whether any exist."""
         folders = [self._folder]
         if self._facts.get("lags_of") is None:
             folders.append(self._place({**self._facts, "lags_of": WITH_LAGS}))

@@ -186,7 +186,7 @@ def backward_sweep(
 
     stateful = opened.stateful
     for index in reversed(range(end)):
-        if index in stateful:  # linear attention: only propagate gradients
+        if index in stateful:  # no keys and values: only propagate gradients
             if gradients:
                 _pass_gradients(stream, index, store.load(index), upstream, parts)
             save_state(index)

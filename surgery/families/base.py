@@ -153,7 +153,7 @@ class Family:
         return head_shape(config)
 
     def attention_names(self, reader, layer: int) -> list[str]:
-        """Return the names of a layer's attention tensors; an empty list for linear attention.
+        """Return the names of a layer's attention tensors; none for linear attention and Mamba layers.
 
         Raises:
             SurgeryError: a tensor is missing, or is unknown to the family (fused projections, quantization scales,

@@ -34,7 +34,7 @@ class LatentProjection(Projection):
 
 @dataclass(frozen=True)
 class LatentAnatomy(LayerAnatomy):
-    """One MLA layer. Rotary pairs are half-split, whatever the checkpoint's order."""
+    """One MLA layer. Rotary pairs are half-split for every checkpoint."""
 
     PROJECTIONS = (
         ("q", "q_proj or q_b_proj"),
@@ -49,7 +49,7 @@ class LatentAnatomy(LayerAnatomy):
     up: Tensor  # [H, n + e, r], the norm's weight included
     o: Tensor  # [D, H, e]
     inv_freq: Tensor  # [ρ/2], float64, radians per token
-    eps: float  # of the latent's norm
+    eps: float  # eps of the latent's norm
     unrotated_dim: int  # n
     down_bias: Tensor | None = None  # [r + ρ]
     o_bias: Tensor | None = None  # [D]
