@@ -164,13 +164,13 @@ def _units_of_blocks(blocks: Sequence[Block]) -> tuple[Unit, ...]:
     groups: list[tuple[set[int], list[int]]] = []
     for number, block in enumerate(blocks):
         heads, numbers = {*block.keys, *block.values}, [number]
-        apart = []
-        for others, theirs in groups:
-            if others & heads:
-                heads, numbers = heads | others, [*theirs, *numbers]
+        disjoint = []
+        for group_heads, group_blocks in groups:
+            if group_heads & heads:
+                heads, numbers = heads | group_heads, [*group_blocks, *numbers]
             else:
-                apart.append((others, theirs))
-        groups = [*apart, (heads, numbers)]
+                disjoint.append((group_heads, group_blocks))
+        groups = [*disjoint, (heads, numbers)]
     units = [
         Unit(tuple(sorted(heads)), sum(blocks[number].rank for number in numbers), tuple(sorted(numbers)))
         for heads, numbers in groups

@@ -175,8 +175,8 @@ class LatentModel:
     def _low_rank_cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
         earlier = slice(layer - self.entries[layer].shared_layers, layer)
         before = [rank for other in self.ranks[earlier] for rank in other]
-        shared = _firsts(before, [rank for other in ranks[earlier] for rank in other])
-        cuts = {"kv_down.weight": Cut(0, _firsts(self.ranks[layer], ranks[layer]))}
+        shared = _first_indices(before, [rank for other in ranks[earlier] for rank in other])
+        cuts = {"kv_down.weight": Cut(0, _first_indices(self.ranks[layer], ranks[layer]))}
         for number, rank in enumerate(ranks[layer]):
             columns = (*shared, *range(sum(before), sum(before) + rank))
             cuts |= {f"{kind}_up.{number}": Cut(1, columns) for kind in ("key", "value")}
@@ -214,7 +214,7 @@ def _cuts_by_name(reader: CheckpointReader, model: LatentModel, layer: int, rank
     return {prefix + name: cut for name, cut in model.cuts(layer, ranks).items() if prefix + name in reader}
 
 
-def _firsts(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
+def _first_indices(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
     """Return the indices of the first ``counts`` elements of each run, for adjacent runs of these sizes."""
     places, start = [], 0
     for size, count in zip(sizes, counts, strict=True):

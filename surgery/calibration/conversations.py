@@ -97,7 +97,7 @@ def sample_conversations(
     Raises:
         SurgeryError: the tokenizer has no chat template, or the template does not accept a user's question.
     """
-    ends = _ends(model, tokenizer)
+    ends = _eos_ids(model, tokenizer)
     template = ChatTemplate(tokenizer)
     encoded = [_prompt_ids(tokenizer, template, prompt) for prompt in prompts]
     rng = random.Random(seed)
@@ -125,7 +125,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prom
     return tokenize(tokenizer, template.render(turns, add_generation_prompt=True))
 
 
-def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the eos tokens of the model's generation config and of the tokenizer."""
     token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     token_ids = token_ids if isinstance(token_ids, list) else [token_ids]

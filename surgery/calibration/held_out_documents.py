@@ -68,7 +68,7 @@ def load_documents(
             loaded = _builtin()
         elif name in INSTALLED:
             read = islice(INSTALLED[name](seed), MOST_MODULES)
-            loaded = _until(characters, (Document(text, ((0, name),)) for _, text in read))
+            loaded = _take(characters, (Document(text, ((0, name),)) for _, text in read))
         elif name == CHAT:
             loaded = [Document(text, ((0, name),)) for text in conversations()]
         else:
@@ -88,10 +88,10 @@ def _builtin() -> list[Document]:
 def _read(name: str, text_field: str, characters: int) -> list[Document]:
     # A file's name is enough to tell the sources of a report apart.
     source = Path(name).name if Path(name).expanduser().exists() else name
-    return _until(characters, (Document(text, ((0, source),)) for text in iter_documents(name, text_field=text_field)))
+    return _take(characters, (Document(text, ((0, source),)) for text in iter_documents(name, text_field=text_field)))
 
 
-def _until(characters: int, source: Iterable[Document]) -> list[Document]:
+def _take(characters: int, source: Iterable[Document]) -> list[Document]:
     """Take documents until they have ``characters`` characters."""
     documents, size = [], 0
     for document in source:

@@ -32,20 +32,20 @@ class KeptStatistics:
 
     def __init__(self, folder: str | Path, facts: dict[str, Any]):
         self._parent, self._facts = Path(folder), {**facts, "version": __version__}
-        self._folder = self._place(self._facts)
+        self._folder = self._entry_folder(self._facts)
 
     def read_into(self, library: StatisticsLibrary) -> bool:
         """Copy cached statistics, with or without extra lag statistics, to the library; return whether any exist."""
         folders = [self._folder]
         if self._facts.get("lags_of") is None:
-            folders.append(self._place({**self._facts, "lags_of": WITH_LAGS}))
+            folders.append(self._entry_folder({**self._facts, "lags_of": WITH_LAGS}))
         for folder in folders:
             if folder.is_dir():
                 self._copy(folder, library.folder)
                 return True
         return False
 
-    def _place(self, facts: dict[str, Any]) -> Path:
+    def _entry_folder(self, facts: dict[str, Any]) -> Path:
         return self._parent / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
     def keep(self, library: StatisticsLibrary) -> None:

@@ -66,7 +66,7 @@ def kronecker_factors(
     options = {"device": device, "processes": processes}
     if gradient is None:
         gradient = weighted_moment(gradients, **options)
-    if not gradient.trace() > 0 or not any(processes.map(lambda part: _any(rows[part]), range(len(rows)))):
+    if not gradient.trace() > 0 or not any(processes.map(lambda part: _any_nonzero(rows[part]), range(len(rows)))):
         return None
     for _ in range(sweeps):
         weights = _unusual(gradients, gradient, **options)
@@ -136,7 +136,7 @@ def _mean(
     return total / count
 
 
-def _any(batches: Sequence[Tensor]) -> bool:
+def _any_nonzero(batches: Sequence[Tensor]) -> bool:
     """Return whether any row is not zero."""
     return any(bool(batch.any()) for batch in batches)
 

@@ -118,7 +118,7 @@ def build_mixture(
     Raises:
         SurgeryError: see `build_calibration`.
     """
-    order, other_order = _taking_turns(shares, request.count), _taking_turns(shares, request.held_out)
+    order, other_order = _interleaved_order(shares, request.count), _interleaved_order(shares, request.held_out)
     drawn: dict[str, Iterator[LongTensor]] = {}
     other: dict[str, Iterator[LongTensor]] = {}
     parts = {}
@@ -157,7 +157,7 @@ def _facts_of(description: dict[str, Any]) -> dict[str, Any]:
     return {name: description[name] for name in ("documents", "held_out_documents", "held_out_source")}
 
 
-def _taking_turns(shares: Mapping[str, float], count: int) -> list[str]:
+def _interleaved_order(shares: Mapping[str, float], count: int) -> list[str]:
     """Return the source of each of ``count`` sequences, always the one furthest below its share."""
     order: list[str] = []
     for index in range(1, count + 1):
@@ -188,13 +188,13 @@ def named_text(
     calibration, other = Pool(pool_size(count, length)), Pool(pool_size(held_out, length))
     sources: list[str] = []
 
-    def noted() -> Iterator[str]:
+    def unseen_texts() -> Iterator[str]:
         for distribution, text in unseen(seed):
             sources.append(distribution)
             yield text
 
     if held_out:
-        fill(Pool(0), other, tokenized(tokenizer, noted()))
+        fill(Pool(0), other, tokenized(tokenizer, unseen_texts()))
     if lacks(other):
         # Too few packages with long descriptions: hold out other documents of the calibration text.
         sources.clear()

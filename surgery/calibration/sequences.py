@@ -24,7 +24,7 @@ from surgery.eval.sequences import tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CUT: dict[str, dict[str, list[int]]] = {}
+_TOKEN_CACHES: dict[str, dict[str, list[int]]] = {}
 """Cache of token ids by text, for the last tokenizer, by a hash of its rules: a conversion tokenizes its text twice,
 with and without planted recalls, and a process may run several conversions of a source."""
 
@@ -179,22 +179,22 @@ def pool_size(count: int, length: int) -> int:
 def tokenized(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
     """Yield documents as token ids followed by eos; known documents come from a cache."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    token_cache = _cut_by(tokenizer)
+    token_cache = _token_cache(tokenizer)
     for text in documents:
         if text not in token_cache:
             token_cache[text] = tokenize(tokenizer, text)
         yield token_cache[text] + end
 
 
-def _cut_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return the entry of `_CUT` for a tokenizer; an empty one for slow tokenizers, whose rules are unknown."""
+def _token_cache(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Return the entry of `_TOKEN_CACHES` for a tokenizer; empty for slow tokenizers, whose rules are unknown."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {}
     rules = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    if rules not in _CUT:
-        _CUT.clear()
-    return _CUT.setdefault(rules, {})
+    if rules not in _TOKEN_CACHES:
+        _TOKEN_CACHES.clear()
+    return _TOKEN_CACHES.setdefault(rules, {})
 
 
 def fill(calibration: Pool, other: Pool, documents: Iterator[list[int]]) -> None:

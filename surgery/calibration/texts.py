@@ -129,7 +129,7 @@ def _builder(
     elif CHAT in shares and settings.calibration == BUILTIN and (reason := _too_large_to_load(opened)):
         progress.note(f"calibration without conversations: {reason}")
         shares = without_chat(shares)
-    conversations = _own_conversations(opened, tokenizer, settings, progress)
+    conversations = _conversation_sampler(opened, tokenizer, settings, progress)
     return lambda recall: build_mixture(tokenizer, shares, conversations, replace(request, recall=recall))
 
 
@@ -168,7 +168,7 @@ def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSetti
     return fit
 
 
-def _whole_model(opened):
+def _load_whole_model(opened):
     """Load the whole source on its device, in float32 on a CPU, which is slow in half precision."""
     from surgery.running.models import causal_model
 
@@ -188,11 +188,11 @@ def _too_large_to_load(opened) -> str | None:
     return f"the source's {weights / 2**30:.0f} GiB would take more than half of the free memory; ask for chat=SHARE"
 
 
-def _own_conversations(opened, tokenizer, settings: ConversionSettings, progress: Progress) -> Conversations:
+def _conversation_sampler(opened, tokenizer, settings: ConversionSettings, progress: Progress) -> Conversations:
     """Return a cached function that samples conversations with the source."""
     from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_conversations
 
-    model = functools.cache(lambda: _whole_model(opened))
+    model = functools.cache(lambda: _load_whole_model(opened))
 
     @functools.cache
     def conversations(unseen: bool, tokens: int) -> list[list[int]]:

@@ -20,7 +20,7 @@ def _chunk(config, layer: int) -> int | None:
     return config.attention_chunk_size if chunked else None
 
 
-def _first_otherwise(config) -> int | None:
+def _first_scaled(config) -> int | None:
     """Return the first position in a second chunk or with a query scaled by 1 + α log(1 + ⌊(p + 1) / floor_scale⌋)."""
     limits = [config.attention_chunk_size] * ("chunked_attention" in config.layer_types)
     limits += [config.floor_scale - 1] * bool(config.attn_temperature_tuning)
@@ -38,7 +38,7 @@ LLAMA4_TEXT = Family(
     unit_norm=lambda config, layer: bool(config.use_qk_norm) and _rotates(config, layer),
     stays=_rotates,
     window=_chunk,
-    first_scaled=_first_otherwise,
+    first_scaled=_first_scaled,
     experts=True,
     expert_layers=_expert_layers,
     beside="queries that are scaled by position",

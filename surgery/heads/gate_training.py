@@ -78,23 +78,23 @@ def train_gates(session: ScoringSession, objective: GateObjective, batch: int | 
     peaks = [group["lr"] for group in optimizer.param_groups]
     losses = torch.zeros(steps)
     first = _restore(session.journal.get(key), objective, optimizer, losses)
-    again = recomputed_layers(session.model) if _kept_bytes(session) > KEPT_BYTES else nullcontext()
-    with again, session.progress.phase(objective.name, steps, "step") as advance:
+    recomputation = recomputed_layers(session.model) if _activation_bytes(session) > KEPT_BYTES else nullcontext()
+    with recomputation, session.progress.phase(objective.name, steps, "step") as advance:
         advance(first)
         for step in range(first, steps):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * schedule(step, steps)
             optimizer.zero_grad()
-            mine = range(step * batch + processes.rank, (step + 1) * batch, processes.count)
-            share = [objective.backward(step, sequence).detach().float().cpu() for sequence in mine]
-            losses[step] = _average(session, optimizer, share, batch, f"{objective.name}, step {step + 1}")
+            sequences = range(step * batch + processes.rank, (step + 1) * batch, processes.count)
+            local_losses = [objective.backward(step, sequence).detach().float().cpu() for sequence in sequences]
+            losses[step] = _average(session, optimizer, local_losses, batch, f"{objective.name}, step {step + 1}")
             objective.penalize(step)
             optimizer.step()
             objective.finish(step)
             advance()
             steps_done = step + 1
             if steps_done % KEPT_EVERY == 0 or steps_done == steps:
-                session.journal.put(key, _everything(objective, optimizer, losses, steps_done))
+                session.journal.put(key, _training_state(objective, optimizer, losses, steps_done))
             if steps_done % -(-steps // REPORTS) == 0:
                 line = f"{objective.name}: step {steps_done} of {steps}, loss {losses[step]:.4g}"
                 session.progress.note(f"{line}, mean gate {objective.mean_gate():.3f}")
@@ -113,7 +113,7 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / ramp, (steps - step) / ramp)
 
 
-def _kept_bytes(session: ScoringSession) -> float:
+def _activation_bytes(session: ScoringSession) -> float:
     """Estimate the activation bytes of all layers for a sequence; infinite for experts and for offloaded layers."""
     config = session.model.config
     inner, experts = getattr(config, "intermediate_size", None), getattr(config, "num_experts_per_tok", None)
@@ -144,7 +144,7 @@ def _average(
     return loss[0].cpu()
 
 
-def _everything(
+def _training_state(
     objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor, steps_done: int
 ) -> dict[str, Tensor]:
     moments = {

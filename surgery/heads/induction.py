@@ -79,7 +79,7 @@ def kept_order(echo: Tensor, induction: Tensor) -> Tensor:
     Returns:
         [L, G] float32. Heads selected at the same time are ordered by induction, then by index.
     """
-    needed = torch.minimum(_place(echo) / ECHO, _place(induction) / INDUCTION)
+    needed = torch.minimum(_ranks(echo) / ECHO, _ranks(induction) / INDUCTION)
     order = sorted(
         range(needed.numel()), key=lambda head: (needed.flatten()[head].item(), -induction.flatten()[head].item())
     )
@@ -88,12 +88,12 @@ def kept_order(echo: Tensor, induction: Tensor) -> Tensor:
     return scores.view_as(needed).float()
 
 
-def _place(scores: Tensor) -> Tensor:
+def _ranks(scores: Tensor) -> Tensor:
     """Return the rank of each head by descending score, from 1, float64; ties in the heads' order."""
-    place = torch.empty(scores.numel(), dtype=torch.float64)
+    ranks = torch.empty(scores.numel(), dtype=torch.float64)
     order = scores.flatten().argsort(descending=True, stable=True)
-    place[order] = torch.arange(1, len(order) + 1, dtype=torch.float64)
-    return place.view_as(scores)
+    ranks[order] = torch.arange(1, len(order) + 1, dtype=torch.float64)
+    return ranks.view_as(scores)
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def _attention(session: ScoringSession, tokens: LongTensor, period: int) -> Tens
     queries = torch.arange(1 + period, len(tokens))
     sums = torch.zeros(2, session.layers, session.model.config.num_attention_heads, dtype=torch.float64)
 
-    def look(call: AttentionCall) -> Tensor:
+    def record(call: AttentionCall) -> Tensor:
         for rows in row_pieces(call, queries):
             attention = attention_rows(call, rows)[0]
             back = rows[:, None] - period * torch.arange(1, REPETITIONS)
@@ -112,6 +112,6 @@ def _attention(session: ScoringSession, tokens: LongTensor, period: int) -> Tens
                 sums[kind, call.layer] += (attention.gather(-1, at) * earlier).sum((-1, -2), dtype=torch.float64).cpu()
         return call.output()
 
-    with tapped(session.model, look):
+    with tapped(session.model, record):
         session.model.base_model(input_ids=tokens[None].to(device_of(session.model)), use_cache=False)
     return sums / len(queries)

@@ -71,26 +71,26 @@ def _summary(session: ScoringSession, context: LongTensor) -> Tensor:
         asking = tokenize(session.tokenizer, REPEAT if start == 1 else REPEAT_FROM)
         reminder = context[start - REMINDER : start] if start > 1 else context[:0]
         tokens = torch.cat((context, torch.tensor(asking, dtype=torch.long), reminder, context[start:stop]))
-        _look(session, tokens, range(len(context), len(tokens)), range(start, stop), pairs)
+        _update_pairs(session, tokens, range(len(context), len(tokens)), range(start, stop), pairs)
         start = stop
     mean = dropped[..., max(1, session.settings.sinks) :].mean(-1, dtype=torch.float64)
     return torch.stack((dropped.amax(-1), mean, of_all.amax(-1)))
 
 
-def _look(session: ScoringSession, tokens: LongTensor, repetition: range, chunk: range, pairs: Tensor) -> None:
+def _update_pairs(session: ScoringSession, tokens: LongTensor, repetition: range, chunk: range, pairs: Tensor) -> None:
     """Update ``pairs`` [2, L, G, T] in place with the repetition's largest attention on the chunk."""
     queries, places = torch.tensor(repetition), torch.tensor(chunk)
     keys = torch.cat((torch.zeros(1, dtype=torch.long), places, queries))
-    here = slice(chunk.start, chunk.stop)
+    chunk_slice = slice(chunk.start, chunk.stop)
 
-    def look(call: AttentionCall) -> Tensor:
+    def record(call: AttentionCall) -> Tensor:
         for rows in row_pieces(call, queries):
             attention = attention_rows(call, rows, keys)[0, :, :, 1 : 1 + len(chunk)]
             dropped = (rows[:, None] - places >= session.settings.recent) & (places >= session.settings.sinks)
             for pair, counted in zip(pairs, (attention * dropped.to(attention.device), attention), strict=True):
                 largest = counted.amax(1).view(call.kv_heads, -1, len(chunk)).amax(1)
-                pair[call.layer, :, here] = torch.maximum(pair[call.layer, :, here], largest.cpu())
+                pair[call.layer, :, chunk_slice] = torch.maximum(pair[call.layer, :, chunk_slice], largest.cpu())
         return call.output()
 
-    with tapped(session.model, look):
+    with tapped(session.model, record):
         session.model.base_model(input_ids=tokens[None].to(device_of(session.model)), use_cache=False)

@@ -66,7 +66,7 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
     heads = session.model.config.num_attention_heads
     copies, mass = torch.zeros(2, session.layers, heads, len(places), dtype=torch.float64)
 
-    def look(call: AttentionCall) -> Tensor:
+    def record(call: AttentionCall) -> Tensor:
         for piece in row_pieces(call, torch.arange(len(places))):
             attention = attention_rows(call, places[piece] - 1)[0]
             right = source[piece].to(attention.device)
@@ -75,7 +75,7 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
             mass[call.layer][:, piece] = (attention * right).sum(-1).double().cpu()
         return call.output()
 
-    with tapped(session.model, look):
+    with tapped(session.model, record):
         states = reader.states(tokens[None].to(device_of(session.model)))
     guess = reader.logits(states[:, (places - 1).to(states.device)]).argmax(-1)[0].cpu()
     right = (guess == answers).double()

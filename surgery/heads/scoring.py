@@ -100,15 +100,15 @@ def score_heads(
     progress = progress if processes.is_main else Progress(silent=True)
     device = process_device(settings.device, processes)
     out = Path(out).expanduser() if out else default_pattern(source, settings.method)
-    with ExitStack() as alone:
-        heat_map = processes.from_main(lambda: _settle_output(out, overwrite, alone))
+    with ExitStack() as locks:
+        heat_map = processes.from_main(lambda: _claim_output(out, overwrite, locks))
         checkpoint = Checkpoint.open(str(source), allow_pickle=allow_pickle)
 
         def journal(seed: int, identity: Mapping[str, Any]) -> Journal:
             path = out.with_name(f".{out.name}.seed{seed}.journal")
             return Journal(path, identity, processes, progress.note, restart=restart)
 
-        pattern, journals = _scored(checkpoint, settings, processes, progress, device, journal)
+        pattern, journals = _score_seeds(checkpoint, settings, processes, progress, device, journal)
 
         def write() -> None:
             pattern.save(out, overwrite=overwrite)
@@ -120,7 +120,7 @@ def score_heads(
     return ScoredHeads(out, heat_map, pattern, processes.is_main)
 
 
-def _scored(
+def _score_seeds(
     checkpoint: Checkpoint,
     settings: HeadSettings,
     processes: Processes,
@@ -236,7 +236,7 @@ class Texts:
 
         @cache
         def windows(count: int) -> LongTensor:
-            return self._noted(self._windows(count, seed, self.settings.recall, "tokenizer"))
+            return self._hashed(self._windows(count, seed, self.settings.recall, "tokenizer"))
 
         return windows
 
@@ -249,7 +249,7 @@ class Texts:
             # At least two windows: the filler must be longer than a sequence.
             filler = self._windows(max(count, 2), seed, 0.0, None).flatten().tolist()
             rows = needle_sequences(self.tokenizer, filler, count, length, facts, seed)
-            self._noted(rows.tokens)
+            self._hashed(rows.tokens)
             return rows
 
         return sequences
@@ -266,12 +266,12 @@ class Texts:
             return named_text(self.tokenizer, settings.text, count, 0, request, bos=bos).tokens
         return build_calibration(self.tokenizer, settings.text, request, bos=bos).tokens
 
-    def _noted(self, tokens: LongTensor) -> LongTensor:
+    def _hashed(self, tokens: LongTensor) -> LongTensor:
         self.hashes.add(token_hash(tokens))
         return tokens
 
 
-def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
+def _claim_output(out: Path, overwrite: bool, locks: ExitStack) -> Path:
     """Check and lock the output before hours of scoring, and return the path of the heat map.
 
     Raises:
@@ -280,7 +280,7 @@ def _settle_output(out: Path, overwrite: bool, alone: ExitStack) -> Path:
     heat_map = check_pattern(out, overwrite)
     with disk_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-    alone.enter_context(kept_apart(out))
+    locks.enter_context(kept_apart(out))
     return heat_map
 
 
