@@ -51,7 +51,7 @@ class StreamableModel:
         config: its config.json.
         kv_heads: KV heads of a layer, equal in all layers.
         head_dim: head dimension.
-        units: of each layer, its groups of KV heads that can stream together.
+        units: units of each layer.
     """
 
     config: dict

@@ -52,11 +52,11 @@ class OwnLowRank:
         return frozenset(layer for layer, blocks in enumerate(self.blocks) if not blocks)
 
     def rank(self, layer: int) -> int:
-        """Return the latents that a layer caches per token."""
+        """Return the number of latents that a layer caches per token."""
         return sum(block.rank for block in self.blocks[layer])
 
     def shared_rank(self, layer: int) -> int:
-        """Return the latents of earlier layers that a layer reads."""
+        """Return the number of latents of earlier layers that a layer reads."""
         return sum(self.rank(other) for other in range(layer - self.shared_layers[layer], layer))
 
     def config(self, source: dict) -> dict:
@@ -129,7 +129,7 @@ class OwnQuantizedLowRank(OwnLowRank):
     """Writer of low-rank layers with a cache of packed rows.
 
     Attributes:
-        runs: bit runs of each layer's latents; empty for a layer that keeps its attention.
+        runs: runs of bit patterns of each layer's latents; empty for a layer that keeps its attention.
         first_tokens: number of first tokens whose latents stay in full precision.
     """
 

@@ -16,7 +16,7 @@ SHARED, ROPE = {"tie_word_embeddings", "dtype"}, {"rope_theta", "rope_scaling"}
 
 
 def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the output config.json: ``config``, inside the vision-language model's if the source is one.
+    """Return the output config.json: ``config``, within that of the vision-language model if the source is one.
 
     Args:
         reader: of the source.

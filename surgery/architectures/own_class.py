@@ -14,7 +14,7 @@ MODEL_TYPE = "surgery"
 
 
 def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: Any) -> dict[str, Any]:
-    """Return config.json of the custom model class, from the source's, whose class may be the custom one already."""
+    """Return config.json of the custom model class for a source of a family's class or of the custom model class."""
     own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]

@@ -24,7 +24,7 @@ class OwnQuantizedMLA(OwnMLA):
     """Writer of MLA with a cache of packed rows.
 
     Attributes:
-        runs: bit runs of each layer's latent and shared rotary key; None for layers that keep their attention.
+        runs: runs of bit patterns of each layer's latent and rotary key; None for layers that keep their attention.
         first_tokens: number of first tokens that stay in full precision.
     """
 

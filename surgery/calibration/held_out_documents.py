@@ -37,8 +37,10 @@ MOST_MODULES = 64
 
 
 def default_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the default texts of a model: prose and code of installed packages, or, for a small vocabulary such as the
-    demo model's, the shipped modules, which larger language models have memorized."""
+    """Return the default texts of a model: prose and code, or "builtin" for a small vocabulary such as the demo's.
+
+    Larger language models have memorized the shipped modules of "builtin".
+    """
     return (BUILTIN,) if len(tokenizer) < SMALL_VOCABULARY else (PROSE, CODE)
 
 

@@ -85,7 +85,7 @@ def weighted_moment(
     device: str | torch.device = "cpu",
     processes: Processes = ALONE,
 ) -> Tensor:
-    """Compute ``Σ w x xᵀ / N`` over N rows in float64; weights by parts, None for 1."""
+    """Compute ``Σ w x xᵀ / N`` over N rows in float64; weights by parts, None for unit weights."""
     precision = _precision(rows, device)
     return _mean(lambda batch, weight: precision.gram(batch.to(device), weight), rows, weights, processes)
 
@@ -137,7 +137,6 @@ def _mean(
 
 
 def _any_nonzero(batches: Sequence[Tensor]) -> bool:
-    """Return whether any row is not zero."""
     return any(bool(batch.any()) for batch in batches)
 
 

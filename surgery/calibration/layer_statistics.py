@@ -39,7 +39,7 @@ class Calibrated(Protocol):
     """Context of a conversion's calibration: source, text, and the library for the statistics.
 
     Attributes:
-        texts: have the calibration tokens [N, T]; None of them for statistics from weights alone.
+        texts: with calibration tokens [N, T], or None for statistics from weights alone.
         library: receives the statistics, from the main process.
         store: receives the inputs of each layer in the forward sweep, in one folder for all processes.
         snapshots: state to resume from after an interruption; library and store then hold the finished work.

@@ -42,8 +42,10 @@ MARKER = re.compile(r"^(?:[-*+•>]|\d+[.)]|#+) +")
 
 
 def paragraphs(text: str) -> list[str]:
-    """Extract the paragraphs of running text from a document with markup, each on one line, without headings, lists of
-    short items, tables, code, badges and addresses."""
+    """Extract the paragraphs of running text from a document with markup, each on one line.
+
+    Headings, lists of short items, tables, code, badges and addresses are left out.
+    """
     for pattern, rest in MARKUP:
         text = pattern.sub(rest, text.replace("\r\n", "\n"))
     pieces = [piece for block in re.split(r"\n[ \t]*\n", text) for piece in BULLET.split(block.strip("\n"))]
@@ -57,8 +59,10 @@ def _is_prose(line: str) -> bool:
 
 
 def builtin_prose(seed: int) -> Iterator[str]:
-    """Yield documents of the running interpreter's prose, shuffled by the seed: topics of the language reference, and
-    the docstrings of each standard library module. About 1.3 MB in total."""
+    """Yield documents of the running interpreter's prose, shuffled by the seed, about 1.3 MB in total.
+
+    Documents are topics of the language reference, and the docstrings of each standard library module.
+    """
     from pydoc_data.topics import topics
 
     sources = [*sorted(topics), *standard_library_modules()]

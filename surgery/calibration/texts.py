@@ -64,7 +64,7 @@ def load_texts(
     Args:
         run_source: if False, nothing is measured, and prose replaces the source's conversations.
         planted: whether held-out text has planted facts, as calibration text does. Evaluations measure the loss without
-            them; recall prompts measure the rest.
+            them, and recall prompts measure recall of facts.
         held_out_length: truncates held-out sequences to this many tokens; None for the length of calibration.
 
     Raises:
@@ -114,8 +114,7 @@ def load_texts(
 def _builder(
     opened, tokenizer, settings: ConversionSettings, progress: Progress, run_source: bool
 ) -> Callable[[float], CalibrationSet]:
-    """Return a function of the share of sequences with planted recalls that builds the sequences. Conversations are
-    sampled once."""
+    """Return a function that builds sequences from the share with planted recalls; conversations are sampled once."""
     from surgery.calibration.mixture import CHAT, build_mixture, shares_of, without_chat
     from surgery.calibration.sequences import SequenceRequest, build_calibration
     from surgery.calibration.text import BUILTIN

@@ -63,6 +63,7 @@ class HeadNorm:
 @dataclass(frozen=True)
 class Projection:
     """Queries, keys and values of an attention layer before RoPE; ``...`` stands for batch and sequence.
+
     With a key norm the key is ``k * key_gain[..., None]``: ``k`` includes the norm's weight and ``key_gain`` is the
     inverse RMS. ``k`` is then linear in the input, so a latent can hold it. ``key_gain`` multiplies whole logits,
     which is exact: a layer that does not cache keys has no other way to keep a key norm.

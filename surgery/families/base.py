@@ -289,7 +289,7 @@ def check_layers(config) -> None:
 
 
 def shaped_tensors(reader, layer: int, names: Collection[str]) -> Callable[..., Tensor | None]:
-    """Return a function of a name within a layer's attention and a shape that reads the tensor in this shape.
+    """Return a reader of a layer's attention tensors: a function of name and shape that returns the reshaped tensor.
 
     It returns None for a tensor that ``names`` lacks, and raises SurgeryError for one with another number of elements.
     """

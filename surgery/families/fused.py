@@ -30,9 +30,7 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidd
 
 
 def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Translate a Phi-3 config: to Llama's, with a sliding window to Mistral's, with partial rotation to that of a
-    GLM-4.5 without experts.
-    """
+    """Translate a Phi-3 config to Llama's, to Mistral's if windowed, to GLM-4.5's without experts if partly rotated."""
     for name in _SIZES:
         _whole(config, name)
     rope = _phi3_rope(config)

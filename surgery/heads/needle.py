@@ -1,4 +1,4 @@
-"""Copy score of heads on planted facts: the share of answer tokens that a head attends to most when they are predicted.
+"""Copy score of heads on planted facts: the share of answer tokens at which a head attends most to their source.
 
 Retrieval heads of Wu et al., "Retrieval Head Mechanistically Explains Long-Context Factuality" (arXiv:2404.15574, §2):
 at each generated token, a head scores if its largest attention is on the same token within the needle. Its score is the

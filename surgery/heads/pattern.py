@@ -30,7 +30,7 @@ class HeadPattern:
     Attributes:
         scores: [L, G] float32, finite; the higher, the more a head needs its whole context.
         method: scoring method.
-        sinks, recent: first and last tokens that a streaming head sees, its query's own included; None if unknown.
+        sinks, recent: first and last tokens that a streaming head sees, the query's own included; None if unknown.
         spread: [L, G] float32, standard deviation of the scores over the seeds; None for one seed.
         parts: intermediate tensors of the scores, by name.
         settings: settings of the scoring, plain values by name.

@@ -25,7 +25,7 @@ class HeadPlan:
     Attributes:
         full: bool [L, G], heads that keep their whole context; all others stream.
         compensated: bool [L, G], streaming heads with a compensation token: the mean of evicted pairs (RazorAttention).
-        sinks, recent: first and last tokens that a streaming head keeps, its query's own included.
+        sinks, recent: first and last tokens that a streaming head keeps, the query's own included.
     """
 
     full: BoolTensor
