@@ -41,7 +41,7 @@ AMERICAN = re.compile(
 LETTERS = re.compile("[A-Za-z]+")
 """Each run of letters is looked at once a file."""
 USERS_NAMES = re.compile(r"dequantised_from|keep[_-]quantised|\"memorised|\"(?i:licence)\"|honours_document_masks")
-"""Names of files, settings and report fields that users have, and an attribute of the remote code of old checkpoints."""
+"""Names of users' files, settings and report fields, and an attribute of the remote code of old checkpoints."""
 
 PARTICIPLES = {
     *("found", "said", "given", "asked", "wanted", "kept", "told", "seen", "made", "held", "taken", "left"),
