@@ -24,7 +24,7 @@ from surgery.heads.pattern import HeadPattern
 ROOT = Path(__file__).resolve().parent.parent
 
 
-REPORTS = ["smollm2", "smollm2/rows", "smollm2/rows-8k", "smollm2/healing", "smollm2/structures", "testbed"]
+REPORTS = ["smollm2", "smollm2/rows", "smollm2/rows-8k", "smollm2/healing", "smollm2/structures", "testbed", "testbed/heads-128"]
 
 
 def table_of_the_report(name: str, output: tuple[str, ...]) -> dict[str, list[str]]:

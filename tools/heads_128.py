@@ -3,8 +3,8 @@
     PYTHONPATH=. python tools/heads_128.py work/      # work/heads-128
 
 Rotations of few-bit caches spread a head's values over its channels, so the tables of docs/results.md need a model
-with heads as wide as those of large ones. Its 8 query and 2 KV heads of 128 channels start as the demo model's 8 and 4
-of 32 channels, which fill half of them; training fills the other half. Seeds are fixed.
+with heads as wide as those of large ones. Its KV head of 128 channels starts as the demo model's four of 32. Two such
+heads would be half empty: the demo model has no more to put into them. Seeds are fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import surgery
 from surgery.checkpoint.named_models import demo_model
 
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128}
 SETTINGS: dict[str, Any] = {
     "data": [{"source": "builtin", "tokens": 2_000_000}],
     "recall": 0.4,
@@ -39,14 +39,12 @@ SETTINGS: dict[str, Any] = {
 
 
 def write_start(folder: Path) -> Path:
-    """Write the demo model with heads as `HEADS` has them: two of its KV heads in each, and the rest at random.
+    """Write the demo model with heads as `HEADS` has them: its four KV heads in one.
 
-    Pair i of 16 turns as pair 4 i of 64 does, so the first of the two keeps its frequencies. The second takes the pairs
-    after those, which turn by 13% less. Queries and outputs of the remaining channels are zero, so only training uses
-    them.
+    Pair i of 16 turns as pair 4 i of 64 does, so the first of the four keeps its frequencies. The others take the pairs
+    after those, which turn more slowly by up to a third.
     """
     config = AutoConfig.from_pretrained(demo_model(), **HEADS)
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     source = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
     model.load_state_dict({name: x for name, x in source.state_dict().items() if "self_attn" not in name}, strict=False)
@@ -59,22 +57,18 @@ def write_start(folder: Path) -> Path:
 
 @torch.no_grad()
 def _widen(wide: nn.Module, narrow: nn.Module) -> None:
-    """Lay the heads of ``narrow``, 8 and 4 of 32 channels, into those of ``wide``, 8 and 2 of 128."""
+    """Lay 4 KV heads of 32 channels side by side into one of 128; a query head is zero where other heads' keys are."""
     pairs = 4 * torch.arange(16)
-    turned = [torch.cat([pairs + second, pairs + second + 64]) for second in range(2)]  # by place of the KV head
-    plain = [torch.arange(32) + 32 * second for second in range(2)]
-    nn.init.normal_(wide.k_proj.weight, std=narrow.k_proj.weight.std())
-    nn.init.normal_(wide.v_proj.weight, std=narrow.v_proj.weight.std())
     nn.init.zeros_(wide.q_proj.weight)
     nn.init.zeros_(wide.o_proj.weight)
     for head in range(8):
-        group, second = divmod(head // 2, 2)
+        kv_head = head // 2
+        turned, plain = torch.cat([pairs + kv_head, pairs + kv_head + 64]), slice(32 * kv_head, 32 * kv_head + 32)
         query, output = wide.q_proj.weight.view(8, 128, -1)[head], wide.o_proj.weight.view(-1, 8, 128)[:, head]
-        query[turned[second]] = 2 * narrow.q_proj.weight.view(8, 32, -1)[head]  # scores are divided by the root of 128
-        output[:, plain[second]] = narrow.o_proj.weight.view(-1, 8, 32)[:, head]
-        key, value = wide.k_proj.weight.view(2, 128, -1)[group], wide.v_proj.weight.view(2, 128, -1)[group]
-        key[turned[second]] = narrow.k_proj.weight.view(4, 32, -1)[head // 2]
-        value[plain[second]] = narrow.v_proj.weight.view(4, 32, -1)[head // 2]
+        query[turned] = 2 * narrow.q_proj.weight.view(8, 32, -1)[head]  # scores are divided by the root of 128
+        output[:, plain] = narrow.o_proj.weight.view(-1, 8, 32)[:, head]
+        wide.k_proj.weight[turned] = narrow.k_proj.weight.view(4, 32, -1)[kv_head]
+        wide.v_proj.weight[plain] = narrow.v_proj.weight.view(4, 32, -1)[kv_head]
 
 
 def main() -> None:
