@@ -64,17 +64,17 @@ VERSIONS = (
 PAGE = ROOT / "docs" / "versions.md"
 INTRODUCTION = f"""# Versions
 
-The versions that `pyproject.toml` declares, tried at both ends. At the floor every requirement has its lower bound;
-newest are the newest that fit each other. In each environment all modules of the installed wheel are imported.
-{len(TESTS)} files of tests run on it: the command line, conversions to every target, reload, slices, earlier
-checkpoints, evaluation, healing, quantized sources. Made by `python tools/versions.py`, on x86-64 Linux, without a GPU.
+The package is tested at both ends of the versions that `pyproject.toml` declares. `floor` installs the lower bound of every
+requirement, `newest` the newest compatible releases. Each environment imports all modules of the installed wheel and runs
+{len(TESTS)} test files. They cover the command line, conversions to every target, reloading, slices, earlier checkpoints,
+evaluation, healing and quantized sources. `python tools/versions.py` writes this page, on x86-64 Linux without a GPU.
 
 | Python | end | {" | ".join(SHOWN)} | modules imported | tests passed | failed | skipped | date |
 |---|---|{"---|" * len(SHOWN)}---:|---:|---:|---:|---|
 """
 REMARKS = """
-Triton is not asked for at the floor: each torch brings its own, and that of the oldest is too old for the kernels.
-For Python 3.10 the newest torch and transformers that can be installed are older ones.
+The floor does not install the `kernels` extra: each torch pins a Triton version, and that of the oldest torch is too old.
+On Python 3.10 the newest torch and transformers that can be installed are older releases.
 """
 
 
