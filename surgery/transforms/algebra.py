@@ -75,8 +75,8 @@ def eigh_descending(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1), vectors.flip(-1)
 
 
-def damp(matrix: Tensor, fraction: float) -> Tensor:
-    """Add ``fraction`` times the mean of the diagonal to the diagonal."""
+def damp(matrix: Tensor, fraction: float = 1e-6) -> Tensor:
+    """Add ``fraction`` times the mean of the diagonal to the diagonal; the default is for metrics of the loss."""
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).real
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return matrix + (fraction * mean)[..., None, None] * eye

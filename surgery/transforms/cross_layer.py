@@ -21,8 +21,6 @@ from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import phases, rotate
 from surgery.transforms.algebra import damp, reduced_rank_projection
 
-METRIC_DAMPING = 1e-6
-
 Rebuild = Callable[[list[Tensor]], list[Tensor]]
 """Function from the keys and values [B, C, n] that the layers of a group wrote to the rebuilt ones."""
 
@@ -75,7 +73,7 @@ def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> Shared
 def loss_metric(statistics: LayerStatistics, first: int = 0) -> Tensor:
     """Compute the damped Fisher information [n, n] of keys before their norm and values, from row ``first`` on."""
     raw = statistics.raw_gradient
-    return damp((statistics.gradient if raw is None else raw)[first:, first:], METRIC_DAMPING)
+    return damp((statistics.gradient if raw is None else raw)[first:, first:])
 
 
 def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:

@@ -25,7 +25,6 @@ Group = tuple[int, ...]
 
 # Eight heads have 105 partitions into pairs (28 groups) and 35 into fours (70 groups), few enough to try all.
 EXACT_PARTITIONS = 105
-METRIC_DAMPING = 1e-6
 PROCRUSTES_ROUNDS = 30
 
 
@@ -117,7 +116,7 @@ def low_rank_maps(moments: GroupMoments) -> GroupMaps:
     keys, ``Σ up_gᵀ up_g = n`` for values), so that merged weights are about as large as the source's.
     """
     heads, width = moments.value.shape[:2]
-    root, inverse_root = psd_powers(damp(moments.key_metric, METRIC_DAMPING), (0.5, -0.5))
+    root, inverse_root = psd_powers(damp(moments.key_metric), (0.5, -0.5))
     _, vectors = eigh_descending(root @ moments.key @ root)
     first = vectors[..., :1]
     key_down, key_up = (first.mH @ root)[..., 0, :], (inverse_root @ first)[..., 0]
@@ -125,7 +124,7 @@ def low_rank_maps(moments: GroupMoments) -> GroupMaps:
     # The phase is free too; this choice leaves heads that agree unrotated.
     scale = torch.polar(scale, key_up.sum(-1, keepdim=True).angle())
     value, metric = moments.flat_values()
-    down, up, _ = reduced_rank_projection(value, damp(metric, METRIC_DAMPING), width)
+    down, up, _ = reduced_rank_projection(value, damp(metric), width)
     root, inverse_root = psd_powers(up.mT @ up / heads, (0.5, -0.5))
     return GroupMaps(
         key_down=key_down * scale,

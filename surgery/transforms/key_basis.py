@@ -71,7 +71,7 @@ def energy_basis(moment: Tensor, metric: Tensor | None) -> KeyBasis:
         _, vectors = eigh_descending(covariance)
         forward = dual = vectors.mH
     else:
-        weight = damp(frequency_blocks(metric), 1e-6)
+        weight = damp(frequency_blocks(metric))
         root, inverse_root = psd_powers(weight, (0.5, -0.5))
         _, vectors = eigh_descending(root @ covariance @ root)
         forward, dual = vectors.mH @ root, vectors.mH @ inverse_root

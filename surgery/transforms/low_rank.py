@@ -24,8 +24,6 @@ from surgery.transforms.algebra import damp, psd_powers
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import METHODS, BlockMoments, method_named
 
-METRIC_DAMPING = 1e-6
-
 
 @dataclass(frozen=True)
 class LowRankConversion:
@@ -233,7 +231,7 @@ def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:
     if gradient is None:
         scale = _finite(scale)
         gradient = statistics.metric * scale * scale[:, None]
-    return damp(gradient, METRIC_DAMPING)
+    return damp(gradient)
 
 
 def regression(cross: Tensor, moment: Tensor, stored: torch.dtype = torch.float64) -> Tensor:

@@ -34,8 +34,6 @@ from surgery.transforms.algebra import damp, eigvalsh, left_root, reduced_rank_p
 from surgery.transforms.key_basis import KeyBasis, energy_basis, folded_basis, identity_basis
 from surgery.transforms.latent_layer import LatentLayer
 
-METRIC_DAMPING = 1e-6
-
 
 @dataclass(frozen=True)
 class Method:
@@ -162,7 +160,7 @@ def latent_energies(
     for rotated in choices:
         still = torch.ones(len(moment), dtype=torch.bool)
         still[rotated] = still[basis.components + rotated] = False  # real and imaginary parts
-        root = left_root(damp(metric[still][:, still], METRIC_DAMPING))
+        root = left_root(damp(metric[still][:, still]))
         energies.append(eigvalsh(root.mT @ moment[still][:, still] @ root).flip(0).clamp_min(0))
     return energies
 
@@ -189,7 +187,7 @@ def convert_layer(
     partial = partial_rope.latent_form(anatomy, basis, rotated, constant)
     if method.gradients:
         moment, metric = _latent_moments(anatomy, statistics, basis, rotated)
-        metric = damp(metric, METRIC_DAMPING)
+        metric = damp(metric)
     elif method.folds:
         rows = partial_rope.latent_rows(anatomy, basis, rotated)
         moment = rows @ statistics.moment @ rows.mT

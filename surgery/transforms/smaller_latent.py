@@ -27,8 +27,6 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.transforms.algebra import damp, eigh_descending, reduced_rank_projection
 
-METRIC_DAMPING = 1e-6
-
 
 @dataclass(frozen=True)
 class SmallerLatent:
@@ -57,7 +55,7 @@ def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: in
     """
     latents, width = slice(anatomy.head_dim, None), anatomy.rank
     moment, weighted = statistics.moment[latents, latents], statistics.gradient_weighted_moment[latents, latents]
-    metric = damp(statistics.metric[latents, latents], METRIC_DAMPING)
+    metric = damp(statistics.metric[latents, latents])
     metric = metric + (metric @ weighted).trace() / width**2 * moment
     down, up, energy = reduced_rank_projection(weighted, metric, rank)
     projection = up @ down

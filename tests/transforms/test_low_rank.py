@@ -16,7 +16,7 @@ from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.families.attention import CapturedAttention
 from surgery.running.source import Source
 from surgery.transforms.algebra import damp
-from surgery.transforms.low_rank import METRIC_DAMPING, LowRankConversion, SharedMoments, low_rank_layer, regression
+from surgery.transforms.low_rank import LowRankConversion, SharedMoments, low_rank_layer, regression
 from surgery.transforms.low_rank_layer import Block, SimulatedLowRank
 from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
 
@@ -74,7 +74,7 @@ def unpredicted(converted: LowRankConversion, x: Tensor, shared: Tensor | None =
 
 def metric_of(statistics: LayerStatistics) -> Tensor:
     gradient = statistics.metric if statistics.raw_metric is None else statistics.raw_metric
-    return damp(gradient, METRIC_DAMPING)
+    return damp(gradient)
 
 
 def gradient_moment(error: Tensor, statistics: LayerStatistics) -> Tensor:

@@ -38,7 +38,7 @@ from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.stages import StageTracker
 from surgery.transforms.algebra import damp
-from surgery.transforms.cross_layer import METRIC_DAMPING, SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
+from surgery.transforms.cross_layer import SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
 
 
 class LatentSource(OwnSource):
@@ -208,7 +208,7 @@ def _metrics(
                     metric += precision.gram(flat)
                     row_gradients.copy_(gradient)
                     give_back(boundary, upstream)
-            metrics.append(damp(metric.cpu() / tokens.numel(), METRIC_DAMPING))
+            metrics.append(damp(metric.cpu() / tokens.numel()))
             advance()
     return metrics[::-1]
 
