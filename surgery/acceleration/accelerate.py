@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from surgery.model.quantized_low_rank_attention import QuantizedLowRankAttention
 logger = logging.getLogger("surgery.kernels")
 
 STATE = "_surgery_acceleration"
+"""Attribute of an accelerated model: the name of its attention implementation before, and its `Acceleration`."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,6 @@ class Acceleration:
     layers: tuple[str, ...]
     error: float | None = None
     refused: str | None = None
-
-
-@dataclass
-class _Original:
-    """State that `decelerate` restores."""
-
-    implementation: str | None
-    hooks: list = field(default_factory=list)
 
 
 def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
@@ -77,16 +70,16 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     reason = refusal(parameter)
     if reason is None and not _supports_attention_functions(model):
         reason = f"{type(model).__name__} does not take attention functions"
-    if own_softmax(model.config):
+    if reason is None and own_softmax(model.config):
         reason = "its attention caps logits or has learned sinks, which no kernel knows"
     if reason is not None:
         logger.warning("the model keeps its own attention: %s", reason)
         return Acceleration((), refused=reason)
     plain = step_error(model, None) if compare else None
-    before = _Original(model.config._attn_implementation)
+    before = model.config._attn_implementation
     plain_heads.register()
     model.set_attn_implementation(plain_heads.NAME)
-    layers = tuple(_accelerate_module(module, before) for module in _attentions(model))
+    layers = tuple(_accelerate_module(module) for module in _attentions(model))
     setattr(model, STATE, (before, Acceleration(layers)))
     if plain is None:
         return getattr(model, STATE)[1]
@@ -104,11 +97,9 @@ def decelerate(model: PreTrainedModel) -> None:
     """Undo `accelerate`; no-op for a model that is not accelerated."""
     if not hasattr(model, STATE):
         return
-    before: _Original = getattr(model, STATE)[0]
+    before = getattr(model, STATE)[0]
     delattr(model, STATE)
-    model.set_attn_implementation(before.implementation)
-    for hook in before.hooks:
-        hook.remove()
+    model.set_attn_implementation(before)
     for module in _attentions(model):
         for name in ("kernel", "expand_kv", plain_heads.HANDS_ON_LATENTS):
             module.__dict__.pop(name, None)
@@ -140,7 +131,7 @@ WITHOUT = (
 )
 
 
-def _accelerate_module(module: nn.Module, before: _Original) -> str:
+def _accelerate_module(module: nn.Module) -> str:
     """Accelerate one attention module; return its operation, or the reason why it keeps its own code."""
     if isinstance(module, WITHOUT):
         return f"own code: no kernel for {type(module).__bases__[0].__name__}"
