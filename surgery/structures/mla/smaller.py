@@ -31,7 +31,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import AUTO, NONE
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.stages import ERROR_SEQUENCES, StageTracker
+from surgery.structures.stages import StageTracker
 from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 EXACT, SMALLER = "rotated", "truncated"
@@ -153,7 +153,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Reduce the latent of every layer and write its tensors."""
         runs = work.stage_runs((EXACT, SMALLER), exact=(EXACT,))
-        layers = work.pass_layers(lambda index: self._convert(index, work, runs, writer), runs, SmallerLayerReport)
+        layers = work.pass_layers(lambda index: self._convert(index, work, runs), runs, SmallerLayerReport)
         work.converted.write(self.opened.layers, writer)
         writes = self._writes
         return Outcome(
@@ -176,9 +176,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def _tensors(self) -> dict[str, TensorSpec]:
         return self._writes.plan(unchanged_tensors(self.opened.reader, self.opened.config))
 
-    def _convert(
-        self, index: int, work: ConversionContext, runs: StageTracker, writer: CheckpointWriter
-    ) -> SmallerLayerReport:
+    def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> SmallerLayerReport:
         stream, anatomy = self.opened.stream, self.opened.anatomy(index).to(torch.float64)
         statistics, _ = work.library.load(index)
         smaller = smaller_latent(anatomy, statistics, self._writes.rank)
@@ -191,7 +189,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             SMALLER: lambda: run(smaller.layer),
         }
         with stream.layer(index) as layer:
-            inputs = layer.attention_inputs(runs.hidden["source"][:ERROR_SEQUENCES].to(stream.device, stream.dtype))
+            inputs = layer.attention_inputs(runs.sample())
             off = norm_error(anatomy, smaller.layer, inputs.to("cpu", torch.float64))
             errors = runs.advance(layer, anatomy, forms, (SMALLER,))
         work.converted.save(index, self._writes.tensors(index, smaller.layer))
