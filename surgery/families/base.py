@@ -68,6 +68,11 @@ def no_cap(config) -> float | None:
     return None
 
 
+def first_dense(single, config, layer: int) -> None:
+    """Set ``first_k_dense_replace`` of a single-layer config: 1 for a dense layer, 0 for one with experts."""
+    single.first_k_dense_replace = int(layer < config.first_k_dense_replace)
+
+
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 

@@ -43,6 +43,7 @@ class LatentAnatomy(LayerAnatomy):
         ("up", "kv_b_proj"),
         ("o", "o_proj"),
     )
+    k_norm = None  # MLA has no key norm
 
     q: Tensor  # [H, n + ρ, D], or [H, n + ρ, q] after a query latent
     down: Tensor  # [r + ρ, D]
@@ -58,7 +59,6 @@ class LatentAnatomy(LayerAnatomy):
     q_norm: HeadNorm | None = None  # [q]
     order: Tensor | None = None  # [ρ], checkpoint row of each row of the rotary key; None: same order
     rope_factor: float = 1.0  # RoPE's factor on the rotary part of queries and keys (YaRN)
-    k_norm: None = None  # MLA has no key norm
 
     @property
     def heads(self) -> int:

@@ -22,11 +22,6 @@ DOWN, NORM, UP = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 """Modules that a conversion to a smaller latent changes."""
 
 
-def first_dense(single, config, layer: int) -> None:
-    """Set ``first_k_dense_replace`` of a single-layer config: 1 for a dense layer, 0 for one with experts."""
-    single.first_k_dense_replace = int(layer < config.first_k_dense_replace)
-
-
 @dataclass(frozen=True)
 class LatentFamily(Family):
     """Family whose attention is MLA under DeepSeek's names.

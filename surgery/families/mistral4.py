@@ -1,6 +1,7 @@
 """Mistral Small 4: DeepSeek-V3's attention, with queries scaled by position as in Ministral 3."""
 
-from surgery.families.latent_family import LatentFamily, first_dense, mla_scale
+from surgery.families.base import first_dense
+from surgery.families.latent_family import LatentFamily, mla_scale
 from surgery.families.ministral import first_scaled
 
 MISTRAL4 = LatentFamily(
