@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.calibration.statistics import LayerStatistics
+from surgery.calibration.statistics import LayerStatistics, pair_norm
 from surgery.families.latent_anatomy import LatentAnatomy
 
 
@@ -41,8 +41,8 @@ def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> Lay
     return LayerStatistics(
         moment,
         gradient,
-        _pair_norm(query_energy),
-        _pair_norm(moment.diagonal()[None, : anatomy.head_dim]),
+        pair_norm(query_energy),
+        pair_norm(moment.diagonal()[None, : anatomy.head_dim]),
         tokens=0,
         mean=mean,
         query_energy=query_energy,
@@ -59,8 +59,3 @@ def _query_input_moment(anatomy: LatentAnatomy, scale: Tensor) -> Tensor:
         moment = moment + torch.outer(anatomy.q_down_bias, anatomy.q_down_bias)
     weight = anatomy.q_norm.weight
     return moment / (moment.diagonal().mean() + anatomy.q_norm.eps) * torch.outer(weight, weight)
-
-
-def _pair_norm(energy: Tensor) -> Tensor:
-    real, imag = energy.clamp_min(0).chunk(2, dim=-1)
-    return (real + imag).sqrt()

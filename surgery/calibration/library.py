@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from surgery.calibration.statistics import LagStatistics, LayerStatistics
+from surgery.calibration.statistics import LagStatistics, LayerStatistics, pair_norm
 from surgery.common.layer_files import LayerFiles
 from surgery.families.anatomy import AttentionAnatomy
 
@@ -83,10 +83,6 @@ def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerSt
     out = anatomy.o.permute(1, 0, 2)  # [H, D, e]
     values = _normalized((out.mT @ out).unflatten(0, (groups, repeat)).sum(1))
     gradient = torch.block_diag(*keys, *values)
-
-    def pair_norm(energy: Tensor) -> Tensor:
-        re, im = energy.clamp_min(0).chunk(2, dim=-1)
-        return (re + im).sqrt()
 
     key_energy = moment.diagonal()[: groups * anatomy.head_dim].view(groups, -1)
     query_energy = query_moment.diagonal(dim1=-2, dim2=-1)

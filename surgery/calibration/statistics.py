@@ -230,6 +230,12 @@ def _add(sums: dict[str, Any], name: str, value: Tensor | int) -> None:
         sums[name] = value
 
 
+def pair_norm(energy: Tensor) -> Tensor:
+    """Compute the norm of each half-split pair, [..., d/2], from the energies of its channels, [..., d]."""
+    real, imag = energy.clamp_min(0).chunk(2, dim=-1)
+    return (real + imag).sqrt()
+
+
 def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
     """Compute the loss gradient at keys before their norm, including the path through the inverse RMS.
 

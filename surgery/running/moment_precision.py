@@ -12,9 +12,9 @@ other accelerators (MPS)      activations' dtype     float64, on the CPU       f
 The activations' dtype is at least float32. TF32, with three significant digits, stays off, which is torch's default.
 Data-center GPUs have fast float64, at half the rate of float32 or more; others have a 32nd or a 64th.
 
-On CUDA the sums of one layer exist twice, for a part of the text and for all of it: 2·8·(2 n² + D²) bytes with n key or
-value elements per token and hidden size D: 0.4 GB for Llama-3-8B (n = 2,048, D = 4,096), 2.4 GB for Llama-2-7B
-(n = 8,192). If they would take over half of the free memory, they are summed on the CPU.
+On CUDA the sums of one layer exist twice, for a part of the text and for all of it: 2·8·2 n² bytes with gradients and n
+key and value elements per token, 2·8·3 n² with a key norm as well. That is 0.1 GB for Llama-3-8B (n = 2,048) and 2.1 GB
+for Llama-2-7B (n = 8,192). If they would take over half of the free memory, they are summed on the CPU.
 """
 
 from __future__ import annotations
