@@ -60,8 +60,8 @@ class Verification:
     cache_difference: float | None
     kv_tokens: int
     kv_bytes_per_token: float
-    flow: Flow | None = None
-    probe: dict[str, Any] | None = None
+    flow: Flow | None
+    probe: dict[str, Any]
 
 
 def verify_by_running(
