@@ -162,14 +162,14 @@ def _git(root: Path, *arguments: str) -> str:
 
 def _run(command: list, folder: Path) -> str:
     process = subprocess.run(
-        [str(each) for each in command], cwd=folder, capture_output=True, text=True, env=_environment()
+        [str(each) for each in command], cwd=folder, capture_output=True, text=True, env=environment()
     )
     if process.returncode:
         raise NotReady(f"{' '.join(map(str, command[:4]))} failed: {process.stderr.strip()[-500:]}")
     return process.stdout
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the environment without PYTHONPATH, so that the installed package is imported."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
-from release import ROOT, build
+from release import ROOT, build, environment
 
 FLOOR, NEWEST = "floor", "newest"
 PAIRS = ("3.10:floor", "3.11:floor", "3.10:newest", "3.11:newest", "3.12:newest", "3.13:newest")
@@ -131,7 +131,7 @@ def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool
     print(f"{minor} {end}: {modules} modules imported; not here: {', '.join(absent) or 'none'}", flush=True)
     # The console script, since `python -m pytest` would import the repository's code instead of the wheel's.
     pytest = [folder / "venv" / "bin" / "pytest", "-n", "0", "-q", f"--junitxml={report}", *TESTS]
-    process = subprocess.run([str(each) for each in pytest], cwd=ROOT, env=_environment())
+    process = subprocess.run([str(each) for each in pytest], cwd=ROOT, env=environment())
     suite = ElementTree.parse(report).getroot()[0].attrib
     failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
     counts = (modules, int(suite["tests"]) - failed - skipped, failed, skipped, date.today().isoformat())
@@ -166,7 +166,7 @@ def main() -> None:
 
 def _run(*command: object) -> str:
     process = subprocess.run(
-        [str(each) for each in command], capture_output=True, text=True, env=_environment(), cwd="/"
+        [str(each) for each in command], capture_output=True, text=True, env=environment(), cwd="/"
     )
     if process.returncode:
         sys.exit(f"versions: {' '.join(map(str, command[:4]))} failed: {_last_lines(process)}")
@@ -177,11 +177,6 @@ def _last_lines(process: subprocess.CompletedProcess) -> str:
     """Return the last 30 lines of a command's output, without warnings."""
     lines = (process.stdout + process.stderr).splitlines()
     return "\n".join([line for line in lines if not line.startswith("WARNING")][-30:])
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment without PYTHONPATH, so that the installed package is imported."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 if __name__ == "__main__":
