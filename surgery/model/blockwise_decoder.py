@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache_argument import CACHE, takes_cache
-from .cache_layer import is_empty
+from .cache_layer import equivalent, is_empty
 from .configuration_surgery import SurgeryConfig
 from .cross_layer_attention import GroupMember
 from .group_cache import GroupLayer
@@ -124,7 +124,7 @@ class BlockwiseDecoder(nn.Module):
             ValueError: a cache of another kind.
         """
         layers, cached = self.cache_layers(), cache.layers
-        if len(cached) == len(layers) and all(map(_equivalent, cached, layers)):
+        if len(cached) == len(layers) and all(map(equivalent, cached, layers)):
             return
         if type(cache) is not DynamicCache or cache.offloading or not is_empty(cache):
             raise ValueError(
@@ -157,9 +157,3 @@ def kv_cache_bytes(
         first = {"prompt": prompt} if isinstance(layer, GroupLayer) else {}
         total += layer.predicted_bytes(tokens, **size, **first)
     return total
-
-
-def _equivalent(layer: CacheLayerMixin, expected: CacheLayerMixin) -> bool:
-    if not isinstance(expected, GroupLayer):
-        return type(layer) is type(expected)
-    return type(layer) is GroupLayer and layer.settings() == expected.settings()

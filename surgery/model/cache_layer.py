@@ -143,7 +143,7 @@ def adopt(cache: Cache | None, layers: list[CacheLayer]) -> Cache:
     if isinstance(cache, Cache) and not cache.offloading:
         # transformers may create layers lazily.
         cached = cache.layers or [cache.layer_class_to_replicate()] * len(layers)
-        if len(cached) == len(layers) and all(map(_equivalent, cached, layers)):
+        if len(cached) == len(layers) and all(map(equivalent, cached, layers)):
             return cache
         if type(cache) is DynamicCache and is_empty(cache):
             cache.layers, cache.layer_class_to_replicate = layers, None
@@ -205,7 +205,8 @@ def _without_temporary_cache(module: nn.Module, args: tuple, call: Call, output:
     return type(output)(**{name: part for name, part in output.items() if part is not cache})
 
 
-def _equivalent(layer: Any, expected: CacheLayer) -> bool:
+def equivalent(layer: Any, expected: CacheLayer) -> bool:
+    """Return whether a layer of a cache can serve in place of an expected one."""
     if not isinstance(expected, CompactLayer):
         return type(layer) is type(expected) and layer.sliding_window == expected.sliding_window
     return isinstance(layer, type(expected)) and layer.settings() == expected.settings()

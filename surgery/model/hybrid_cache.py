@@ -113,7 +113,7 @@ class StreamingLayer(SinkWindowLayer):
 
     def mean_bytes(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes of a row's means for one query, or of its sums, over all compensated heads."""
-        return self.compensated * (key_dim + value_dim) * _wide(dtype).itemsize
+        return self.compensated * (key_dim + value_dim) * torch.promote_types(dtype, torch.float32).itemsize
 
     @property
     def wide_tensors(self) -> list[Tensor]:
@@ -195,7 +195,8 @@ class StreamingLayer(SinkWindowLayer):
         counted, indices, count = once(rows, key, counts, step=first)
         means, sums = [], []
         for tokens, old in ((keys, self.key_sums), (values, self.value_sums)):
-            tokens = tokens[:, -self.compensated :, offset : offset + leaving].to(_wide(tokens.dtype))
+            wide = torch.promote_types(tokens.dtype, torch.float32)
+            tokens = tokens[:, -self.compensated :, offset : offset + leaving].to(wide)
             if old is None:
                 old = tokens.new_zeros(*tokens.shape[:2], tokens.shape[-1])
             running = torch.cat([old[..., None, :], tokens * counted], dim=-2).cumsum(dim=-2)
@@ -316,7 +317,3 @@ class HybridLayer(CompactLayer):
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for part in self.parts:
             part._map_rows(change)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -41,7 +41,7 @@ def quantize(values: Tensor, format: str, dim: int, *, clip: bool = False) -> tu
         Codes in the shape of `values`, uint8 (the bit pattern for fp8); scale and zero point, of size 1 along `dim`, in
         the dtype of `values`. The zero point is None for fp8.
     """
-    exact = values.to(_wide(values.dtype))
+    exact = values.to(torch.promote_types(values.dtype, torch.float32))
     if format == "fp8":
         scale = (exact.abs().amax(dim, keepdim=True) / FLOAT8_MAX).to(values.dtype)
         # The rounded scale may be too small for the maximum; older torch gives NaN beyond the range.
@@ -81,7 +81,7 @@ def _squared_error(exact: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, di
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """Compute `codes · scale + zero`, or fp8 codes times the scale, in fp32 at least; returns the dtype of `scale`."""
-    wide = _wide(scale.dtype)
+    wide = torch.promote_types(scale.dtype, torch.float32)
     if zero is None:
         return (codes.contiguous().view(FLOAT8).to(wide) * scale.to(wide)).to(scale.dtype)
     return torch.addcmul(zero.to(wide), codes.to(wide), scale.to(wide)).to(scale.dtype)
@@ -127,10 +127,6 @@ def grouped_channels(tokens: Tensor, group: int) -> Tensor:
         # Pad the last group by repeating the last channel, which does not change its scale.
         tokens = torch.cat([tokens, tokens[..., -1:].expand(*tokens.shape[:-1], missing)], dim=-1)
     return tokens.unflatten(-1, (groups, size))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _divisor(scale: Tensor, dtype: torch.dtype) -> Tensor:
