@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from surgery.common.errors import SurgeryError
-
 REPEATED_SENTENCE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Noise text of RULER (arXiv:2404.06654) and of passkey retrieval (Mohtashami & Jaggi, arXiv:2305.16300)."""
 
@@ -18,7 +16,7 @@ class Haystack:
     """Text as a circular sequence of units, from which passages of any size are cut.
 
     Attributes:
-        units: words, or lines with their newline.
+        units: words, or lines with their newline; not empty.
         separator: string that joins units and sentences: a space or empty.
         ends: for each unit, whether it ends a sentence; facts are inserted only after such units.
     """
@@ -29,23 +27,15 @@ class Haystack:
 
     @classmethod
     def of_words(cls, text: str) -> Haystack:
-        """Split prose into words; sentences end with a period, a question mark or an exclamation mark.
-
-        Raises:
-            SurgeryError: the text is empty.
-        """
+        """Split prose into words; sentences end with a period, a question mark or an exclamation mark."""
         words = tuple(text.split())
-        return cls(_checked_units(words), " ", tuple(word[-1] in ".?!" for word in words))
+        return cls(words, " ", tuple(word[-1] in ".?!" for word in words))
 
     @classmethod
     def of_lines(cls, text: str) -> Haystack:
-        """Split source code into its non-blank lines, each of which is a unit and a sentence.
-
-        Raises:
-            SurgeryError: the text is empty.
-        """
+        """Split source code into its non-blank lines, each of which is a unit and a sentence."""
         lines = tuple(line.rstrip() + "\n" for line in text.splitlines() if line.strip())
-        return cls(_checked_units(lines), "", (True,) * len(lines))
+        return cls(lines, "", (True,) * len(lines))
 
     def sentences(self, start: int, count: int) -> list[str]:
         """Return `count` consecutive units as sentences; the last sentence may be cut short.
@@ -116,9 +106,3 @@ def largest_fit(measure: Callable[[int], int], room: int, least: int, start: int
             nearer = 1 + ahead / 16 if ahead < (over - fits) / 2 else -(over - fits - ahead) / 16
             probe = min(max(fits + int(ahead + nearer), fits + 1), over - 1)
     return fits
-
-
-def _checked_units(units: tuple[str, ...]) -> tuple[str, ...]:
-    if not units:
-        raise SurgeryError("the haystack text is empty: give a text file with some words in it")
-    return units
