@@ -38,12 +38,15 @@ def rotation_tables(inv_freq: Tensor, positions: int, dtype: torch.dtype = torch
     return within.to(dtype), begins.to(dtype)
 
 
+def cos_sin(positions: Tensor, within: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines [..., d/2] of positions [...] from `rotation_tables`."""
+    near, far = within[:, positions % STEP], begins[:, positions // STEP]
+    return near[0] * far[0] - near[1] * far[1], near[1] * far[0] + near[0] * far[1]
+
+
 def rotated(keys: Tensor, positions: Tensor, within: Tensor, begins: Tensor) -> Tensor:
     """Rotate keys [B, G, n, d] to positions [B, n]; element i pairs with i + d/2."""
-    positions = positions.long()
-    near, far = within.to(keys.dtype)[:, positions % STEP], begins.to(keys.dtype)[:, positions // STEP]
-    cos = (near[0] * far[0] - near[1] * far[1]).unsqueeze(1)
-    sin = (near[1] * far[0] + near[0] * far[1]).unsqueeze(1)
+    cos, sin = (x.unsqueeze(1) for x in cos_sin(positions.long(), within.to(keys.dtype), begins.to(keys.dtype)))
     real, imag = keys.chunk(2, dim=-1)
     return torch.cat([real * cos - imag * sin, imag * cos + real * sin], dim=-1)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.gqa_decode.reference import all_rows, paged_tokens, visible
-from surgery.kernels.lowrank_decode.reference import STEP
+from surgery.kernels.lowrank_decode.reference import cos_sin
 from surgery.kernels.mla_decode.reference import shared_attention
 from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
 
@@ -68,8 +68,7 @@ def values_of(
         is_exact = (slot >= 0) & (slot < exact.shape[1])
         values = torch.where(is_exact[..., None], exact.to(wide).gather(1, index), values)
     if within is not None:
-        near, far = within.to(wide)[:, place % STEP], begins.to(wide)[:, place // STEP]
-        cos, sin = near[0] * far[0] - near[1] * far[1], near[1] * far[0] + near[0] * far[1]
+        cos, sin = cos_sin(place, within.to(wide), begins.to(wide))
         real, imag = values[..., rank::2], values[..., rank + 1 :: 2]
         rope_key = torch.stack([real * cos - imag * sin, real * sin + imag * cos], dim=-1).flatten(-2)
         values = torch.cat((values[..., :rank], rope_key), dim=-1)
