@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carried_files import CarriedFiles
-from surgery.checkpoint.disk import disk_errors
+from surgery.checkpoint.disk import as_json, disk_errors
 from surgery.checkpoint.file_kinds import list_files
 from surgery.checkpoint.output_place import kept_apart
 from surgery.checkpoint.staging import Staging
@@ -276,7 +276,7 @@ def _versions() -> dict[str, Any]:
 
 def _identity(settings: HealSettings, shas: list[str | None], data: HealingData, processes: int) -> dict[str, Any]:
     """Return the values that must not change when the run resumes, as plain JSON values."""
-    deciding = {name: json.loads(json.dumps(getattr(settings, name))) for name in DECIDING}
+    deciding = {name: as_json(getattr(settings, name)) for name in DECIDING}
     models = {"student": shas[0], "teacher": shas[1], "data": data.data_sha256}
     return {
         **deciding,

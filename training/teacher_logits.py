@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, written_whole
+from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, read_json_or_empty, written_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.running.processes import ALONE, Processes
@@ -225,7 +225,7 @@ def open_logits(
     """
     needed = settings.most_steps(processes.count) * settings.global_batch(processes.count)
     header = Path(settings.teacher_logits) / HEADER
-    header_values = processes.from_main(lambda: read_json(header) if header.exists() else {})
+    header_values = processes.from_main(lambda: read_json_or_empty(header))
     if teacher is None and not header_values:
         raise SurgeryError(f"{settings.teacher_logits}: holds no teacher logits; give the teacher too, to write them")
     num_sequences = header_values.get("sequences", needed)

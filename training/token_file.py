@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from surgery.checkpoint.disk import disk_errors, read_json, sync_folder, sync_tree
+from surgery.checkpoint.disk import as_json, disk_errors, read_json, sync_folder, sync_tree
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import matching, remove_owned
 from surgery.training.run_folder import TOKEN_FILES
@@ -64,7 +64,7 @@ class TokenFile:
         with disk_errors(folder):
             if not (folder / ABOUT).is_file():
                 return None
-        return cls(folder) if read_json(folder / ABOUT).get("identity") == _plain(identity) else None
+        return cls(folder) if read_json(folder / ABOUT).get("identity") == as_json(identity) else None
 
     @classmethod
     def write(
@@ -91,7 +91,7 @@ class TokenFile:
                 remove_owned(partial, _is_own)  # left by a run that was stopped
             partial.mkdir(parents=True)
             try:
-                about = {**_write(partial, documents, limit, advance), "identity": _plain(identity)}
+                about = {**_write(partial, documents, limit, advance), "identity": as_json(identity)}
                 (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
                 sync_tree(partial)
                 if folder.exists():
@@ -135,8 +135,3 @@ def _mapped(path: Path, kind: str, count: int) -> np.ndarray:
     if size != count * np.dtype(kind).itemsize:
         raise SurgeryError.at(path, f"{size} bytes where {count} values were written; remove the folder {path.parent}")
     return np.memmap(path, dtype=kind, mode="r")
-
-
-def _plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity after a JSON round trip."""
-    return json.loads(json.dumps(identity))

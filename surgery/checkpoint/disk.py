@@ -79,6 +79,16 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise SurgeryError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
+def as_json(values: Any) -> Any:
+    """Return values after a JSON round trip: lists for tuples, strings as keys."""
+    return json.loads(json.dumps(values))
+
+
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """Read a JSON file as :func:`read_json` does; an empty object if there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 

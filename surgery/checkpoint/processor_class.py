@@ -5,10 +5,10 @@ If no file names the class, transformers derives it from the model type, which a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint.disk import read_json_or_empty
 from surgery.checkpoint.tokenizer_class import CONFIG
 
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", CONFIG)
@@ -25,13 +25,10 @@ def name_processor(source: Path, writer: CheckpointWriter) -> None:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    before, after = (_read(folder / "config.json").get("model_type") for folder in (source, writer.partial))
-    configs = {name: _read(writer.partial / name) for name in NAMED_IN}
+    folders = source, writer.partial
+    before, after = (read_json_or_empty(folder / "config.json").get("model_type") for folder in folders)
+    configs = {name: read_json_or_empty(writer.partial / name) for name in NAMED_IN}
     if before == after or any(KEY in each for each in configs.values()):
         return
     if before in CONFIG_MAPPING and (kind := CONFIG_MAPPING[before]) in PROCESSOR_MAPPING:
         writer.write_json(CONFIG, {**configs[CONFIG], KEY: PROCESSOR_MAPPING[kind].__name__})
-
-
-def _read(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from surgery.checkpoint import CheckpointWriter
+from surgery.checkpoint.disk import read_json_or_empty
 from surgery.common.errors import SurgeryError
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
@@ -39,8 +40,7 @@ def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
     expected = _cutting(source)
     if expected is None or _cuts_alike(writer.partial, expected):
         return
-    path = writer.partial / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config = read_json_or_empty(writer.partial / CONFIG)
     writer.write_json(CONFIG, {**config, "tokenizer_class": expected.name})
     if not _cuts_alike(writer.partial, expected):
         _copy_as_loaded(source, writer)

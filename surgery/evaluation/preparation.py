@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.held_out_documents import default_names
+from surgery.checkpoint.disk import as_json
 from surgery.checkpoint.output_place import refuse_inside, working_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
@@ -141,7 +141,7 @@ def _default_out(row: ModelRow) -> Path:
 def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:
     """Return the names of the settings that determine results and differ from those of an old report."""
     changed = [name for name in ("seed", "limit") if old["settings"][name] != getattr(settings, name)]
-    new = json.loads(json.dumps(tasks.settings))
+    new = as_json(tasks.settings)
     for task in sorted(old["tasks"].keys() & new.keys()):
         before, now = old["tasks"][task], new[task]
         changed += [f"{name} of {task}" for name in {**before, **now} if before.get(name) != now.get(name)]

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.disk import read_json_or_empty
 from surgery.checkpoint.gguf_tokenizer import SPLITS
 from surgery.common.errors import SurgeryError
 
@@ -68,7 +69,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     if not path.is_file():
         raise SurgeryError.at(folder, f"has no tokenizer.json; {OTHERWISE}")
     document = json.loads(path.read_text(encoding="utf-8"))
-    settings = _json(folder / "tokenizer_config.json")
+    settings = read_json_or_empty(folder / "tokenizer_config.json")
     pre, model = _pre_tokenizer(path, document), document["model"]
     tokens, types = _tokens(path, document, config["vocab_size"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
@@ -145,7 +146,3 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     return template if isinstance(template, str) else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

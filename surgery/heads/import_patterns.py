@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.disk import disk_errors, read_json_or_empty
 from surgery.common.errors import SurgeryError
 from surgery.heads.pattern import HeadPattern
 
@@ -54,7 +54,7 @@ def _read_table(path: Path) -> HeadPattern:
         raise SurgeryError.at(path, f"not a table of a layer a line and a KV head a column ({reason})") from None
     masks = bool(((scores == 0) | (scores == 1)).all())
     config = path.with_name("config.json")
-    settings = read_json(config) if config.is_file() else {}
+    settings = read_json_or_empty(config)
     sinks = settings.get("sink_size")
     recent = settings.get("local_window_size" if masks and "local_window_size" in settings else "recent_size")
     try:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from surgery.checkpoint.disk import disk_errors, written_whole
+from surgery.checkpoint.disk import as_json, disk_errors, written_whole
 from surgery.checkpoint.tensors import as_bytes, describe
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import resumes_from
@@ -59,7 +59,7 @@ class Journal:
         self._path = path
         if path is not None:
             resumes_from(path)
-        self._identity = json.loads(json.dumps(identity))  # as JSON returns it: lists for tuples, strings as keys
+        self._identity = as_json(identity)
         self._processes = processes
         self._entries: dict[str, dict[str, Tensor]] = {}
         self._facts: dict[str, dict[str, Any]] = {}

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from surgery.checkpoint import check_output
-from surgery.checkpoint.disk import free_bytes
+from surgery.checkpoint.disk import as_json, free_bytes
 from surgery.checkpoint.output_place import default_output
 from surgery.checkpoint.staging import Staging
 from surgery.common.progress import Progress
-from surgery.healing.heal import HealRequest, plain, training_settings, with_teacher
+from surgery.healing.heal import HealRequest, training_settings, with_teacher
 from surgery.healing.launchers import count_processes, is_sharded
 from surgery.model import register
 from surgery.running.source_check import open_source
@@ -78,7 +78,7 @@ def plan_healing(request: HealRequest) -> HealingPlan:
     return HealingPlan(
         settings.student,
         str(out),
-        plain(settings.to_dict()),
+        as_json(settings.to_dict()),
         costs.to_dict(),
         {"output_bytes": weights, "checkpoint_bytes": checkpoints, "free_bytes": free_bytes(out.absolute().parent)},
         {"total_flops": costs.total_flops, "flops_per_second": rate, "estimated_seconds": seconds},

@@ -22,7 +22,7 @@ import yaml
 from surgery.architectures.entry_factors import entry_factors
 from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader, check_output
-from surgery.checkpoint.disk import disk_errors, read_json
+from surgery.checkpoint.disk import as_json, disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, HEALING, REPORT
 from surgery.checkpoint.output_place import default_output, kept_apart
@@ -281,8 +281,8 @@ def healed_already(request: HealRequest) -> bool:
         if expected.teacher is not None:
             same = same and recorded["teacher_sha256"] == CheckpointReader.open(expected.teacher).fingerprint()
         same = same and recorded["processes"] == count_processes(request.processes, request.launcher)
-        values = plain(expected.with_batches(recorded["processes"]).to_dict())
-        settings = plain(HealSettings().to_dict()) | recorded["settings"]
+        values = as_json(expected.with_batches(recorded["processes"]).to_dict())
+        settings = as_json(HealSettings().to_dict()) | recorded["settings"]
         same = same and _without_paths({name: settings[name] for name in values}) == _without_paths(values)
     except (OSError, ValueError, KeyError):
         same = False
@@ -303,7 +303,7 @@ def _train(
         if settings.entry_factors == str(work / FACTORS):
             (work / FACTORS).write_text(json.dumps(entry_factors(student), indent=1) + "\n", encoding="utf-8")
         config = work / SETTINGS
-        config.write_text(yaml.safe_dump(plain(settings.to_dict()), sort_keys=False), encoding="utf-8")
+        config.write_text(yaml.safe_dump(as_json(settings.to_dict()), sort_keys=False), encoding="utf-8")
     command = launch_command(config, request.processes, request.launcher)
     progress.note(f"training: {shlex.join(command)}")
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
@@ -321,7 +321,7 @@ def _trained_already(work: Path, settings: HealSettings) -> bool:
         recorded, processes = dict(facts["settings"]), facts["processes"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    values = plain(settings.with_batches(processes).to_dict())
+    values = as_json(settings.with_batches(processes).to_dict())
     return all(recorded.get(name) == value for name, value in values.items())
 
 
@@ -384,8 +384,3 @@ def _write_report(folder: Path, healing: dict[str, Any], verification: Verificat
     (folder / CARD).write_text(Report.of(report).card(name), encoding="utf-8")
     report["other_files"] = inventory(folder, [*record["files"], REPORT])
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings after a JSON round trip."""
-    return json.loads(json.dumps(values))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.disk import as_json
 from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -38,7 +39,7 @@ def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings
         report = json.loads((out / REPORT).read_text(encoding="utf-8"))
         recorded = {field.name: report["settings"].get(field.name, field.default) for field in fields(settings)}
         paths = {"keep_statistics": settings.keep_statistics}
-        same = json.loads(json.dumps(recorded | paths)) == json.loads(json.dumps(settings.to_dict()))
+        same = as_json(recorded | paths) == as_json(settings.to_dict())
         same = same and report["source"]["sha256"] == CheckpointReader.open(source).fingerprint()
         if (heads := getattr(settings, "heads", None)) is not None:
             same = same and report["target"]["pattern"]["sha256"] == read_pattern(heads).sha256

@@ -145,14 +145,14 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
         SurgeryError: a plan for another source or other settings exists, or nothing meets the budget.
     """
     from surgery.checkpoint import CheckpointReader
-    from surgery.checkpoint.disk import disk_errors, read_json, write_whole
+    from surgery.checkpoint.disk import as_json, disk_errors, read_json, write_whole
     from surgery.planning.plan import make_plan
     from surgery.planning.plan_file import write_plan
 
     beside = path.with_suffix(".json")
     if path.exists():
         expected = {"sha256": CheckpointReader.open(source).fingerprint(), "settings": settings.to_dict()}
-        expected = json.loads(json.dumps(expected))
+        expected = as_json(expected)
         if not beside.exists() or {name: read_json(beside).get(name) for name in expected} != expected:
             raise SurgeryError.at(
                 path, "is of another source or other settings; remove it, or choose another --work folder"
