@@ -45,7 +45,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
     reorder_batch_threshold = 1
     has_kernels = False
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):  # abstract in vLLM
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
