@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
-from surgery.console.conversion import show_demo
+from surgery.console.demo import show_demo
 from surgery.demo import run as demo
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.recall import RecallSet

@@ -18,7 +18,7 @@ from surgery.common.progress import Progress
 from surgery.common.tables import csv_file, markdown
 from surgery.common.tables.table import Table
 from surgery.common.visible import visible
-from surgery.console.conversion import show_evaluation
+from surgery.console.evaluation import show_evaluation
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.eval.report import csv_file as report_csv
 from surgery.eval.report import markdown as report_markdown

@@ -42,7 +42,7 @@ def doctor(
 
     checkpoint = find_model(checkpoint)
 
-    from surgery.console.conversion import show_doctor
+    from surgery.console.engines import show_doctor
     from surgery.engines.diagnosis import diagnose
     from surgery.running.source_check import open_source
 
@@ -78,7 +78,7 @@ def export(
 
     checkpoint, out = find_model(checkpoint), output_of(checkpoint, out, ".gguf")
 
-    from surgery.console.conversion import show_export
+    from surgery.console.engines import show_export
     from surgery.export import export_checkpoint
 
     exported = export_checkpoint(

@@ -79,7 +79,7 @@ def evaluate(
     models, compared = tuple(map(row_of, checkpoints)), None if baseline is None else row_of(baseline)
 
     from surgery.common.progress import Progress
-    from surgery.console.conversion import show_evaluation
+    from surgery.console.evaluation import show_evaluation
     from surgery.evaluation.output import track
     from surgery.evaluation.run import EvaluationRequest, evaluate
 
@@ -122,7 +122,7 @@ def compare(
         surgery compare monday-eval/ tuesday-eval/report.json --out both/
     """
     from surgery.checkpoint.output_place import kept_apart
-    from surgery.console.conversion import show_evaluation
+    from surgery.console.evaluation import show_evaluation
     from surgery.eval.report.document import merge, read_report, undamaged
     from surgery.evaluation.output import DOCUMENT, write_report
     from surgery.evaluation.store import ResultStore
@@ -173,7 +173,7 @@ def run(
 
     from surgery.common.progress import Progress
     from surgery.common.shipped import find_shipped
-    from surgery.console.conversion import show_evaluation
+    from surgery.console.evaluation import show_evaluation
     from surgery.console.recipe import show_made, show_plan
     from surgery.workflow.recipe import checked_recipe, run_recipe
 

@@ -1,24 +1,22 @@
-"""Standard output of conversions, evaluations, diagnoses and exports: tables, or with ``as_json`` one JSON object."""
+"""Output of ``surgery convert`` and ``surgery slice``: tables, or with ``as_json`` one JSON object."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 
-from surgery.checkpoint.named_models import name_of
 from surgery.common.errors import SurgeryError
 from surgery.common.human import cost, duration, origin, per_token, share, size, with_perplexity
 from surgery.common.machine import seconds_since_start
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
-from surgery.console.heal import NOT_MEASURED, show_estimate, show_training
+from surgery.console.engines import show_commands
+from surgery.console.heal import NOT_MEASURED, operations, show_estimate, show_training
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import kept_bytes, of_conversion, of_healing, show_next, show_ruin, where_it_loads
 from surgery.engines.facts import OWN_CLASSES
-from surgery.engines.table import ANY, spoken
-from surgery.engines.verdict import Verdict
+from surgery.engines.table import spoken
 from surgery.reporting.quality import before_and_after, stages_table, useless_message
 
 
@@ -128,92 +126,9 @@ def _show_plan(plan, called: str, healing) -> None:
 
 def _time(work: dict, device: str) -> tuple[str, str]:
     """Format the estimated time and the FLOPs that it follows from."""
-    needed = f"{work['total_flops'] / 1e12:,.1f} TFLOP"
     if work["estimated_seconds"] is None:
-        return "?", f"{needed}; {device} is not on this machine, which cannot be timed"
-    return duration(work["estimated_seconds"]), f"{needed}, here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s"
-
-
-def show_doctor(diagnosis, *, as_json: bool = False) -> None:
-    """Print the engines that load a checkpoint or refuse it (:class:`surgery.engines.diagnosis.Diagnosis`)."""
-    if as_json:
-        print_json(diagnosis.to_dict())
-        return
-    page = new_page()
-    page.print(f"\n[bold]{plain(name_of(diagnosis.path))}[/bold] ({plain(diagnosis.facts.kind)})")
-    columns = ["engine", Column("version", align="left"), "", Column("KV cache per token", align="right"), "because"]
-    rows = []
-    for verdict in diagnosis.verdicts:
-        why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
-        rows.append((verdict.engine, verdict.version, verdict.status, _allocation(verdict), why))
-    if all(row[3] is None for row in rows):
-        columns, rows = [*columns[:3], columns[4]], [(*row[:3], row[4]) for row in rows]
-    page.print(make_table(columns, rows))
-    _show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
-    show_ruin(page, diagnosis.ruined_by)
-
-
-def show_export(exported, *, as_json: bool = False) -> None:
-    """Print a file that was exported for an engine (:class:`surgery.export.Exported`)."""
-    if as_json:
-        print_json(exported.to_dict())
-        return
-    page = new_page()
-    page.print(f"{plain(exported.architecture)} in {exported.weights}, {size(exported.bytes)}, {exported.tokenizer}")
-    page.print(f"[bold]{plain(exported.path)}[/bold]", soft_wrap=True)
-    page.print(plain(exported.command), soft_wrap=True, highlight=False)
-
-
-def show_demo(demo, *, as_json: bool = False) -> None:
-    """Print the results of the demo (:class:`surgery.demo.run.Demo`)."""
-    if as_json:
-        print_json(demo.to_dict())
-        return
-    page, source, converted = new_page(), demo.source, demo.converted
-    page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
-    page.print(f"source: {plain(demo.name)}", soft_wrap=True)
-    both = source, converted
-    kv_bytes, stages = zip(*((m.kv_bytes_per_token, {"loss": m.loss, "recall": m.recall}) for m in both), strict=True)
-    names = source.model_class, converted.model_class
-    page.print(terminal.render(before_and_after(kv_bytes, stages, names)))
-    for name, measured in (("source", source), ("converted", converted)):
-        page.print(f"[bold]{name}[/bold] writes:")
-        page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
-    result, ratio = typed(demo.path), share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
-    change = cost(converted.loss - source.loss, (source.recall, converted.recall))
-    page.print(duration(seconds_since_start()))
-    page.print(f"[bold]{plain(result)}[/bold]: {ratio} of the KV bytes for {change}", soft_wrap=True)
-    commands = {
-        f"surgery eval {result} --baseline {demo.model}": "measures both, and cheap baselines",
-        f"surgery convert --to mla {demo.model} --kv-ratio 0.125": "an eighth of the bytes",
-        "surgery inspect CKPT/": "what your model caches, and can become",
-    }
-    width = max(map(len, commands))
-    show_next(page, [f"{command:{width}}   {why}" for command, why in commands.items()])
-
-
-def show_evaluation(report: dict, paths: list[Path], *, as_json: bool = False) -> None:
-    """Print the report of an evaluation and the paths of its files."""
-    from surgery.eval.report.tables import by_bytes, headline
-    from surgery.eval.report.verdict import by_checkpoint
-
-    if as_json:
-        print_json(report)
-        return
-    page, settings = new_page(), report["settings"]
-    page.print(f"\n[bold]{plain(report['title'])}[/bold]")
-    if settings["limit"]:
-        page.print(f"[bold yellow]quick look: at most {settings['limit']} samples a task[/bold yellow]")
-    table = headline(by_bytes(report), narrow=True)
-    page.print(terminal.render(table))
-    page.print(f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}")
-    for note in table.notes:
-        page.print(plain(note), soft_wrap=True)
-    for line in by_checkpoint(report):
-        page.print(f"[bold]{plain(line)}[/bold]", soft_wrap=True)
-    for path in paths:
-        page.print(plain(path), soft_wrap=True)
-    show_next(page, [f"open {path} in a browser" for path in paths if path.suffix == ".html"][:1])
+        return "?", f"{operations(work)}; {device} is not on this machine, which cannot be timed"
+    return duration(work["estimated_seconds"]), operations(work)
 
 
 def _show_stages(page: Console, stages: list[dict]) -> None:
@@ -255,19 +170,12 @@ def _show_splits(page: Console, splits: list[dict], *, is_tried: bool) -> None:
 def _show_target(page: Console, target: dict, result: str) -> None:
     page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
     page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
-    _show_commands(page, target["engines"], result)
+    show_commands(page, target["engines"], result)
     limits = target.get("engine_limits")
     if limits:
         loss_increase = limits["held_out_loss"] - limits["free_held_out_loss"]
         free = " + ".join(map(str, limits["free_split"]))
         page.print(f"--engine {limits['engine']} costs {cost(loss_increase)}, against {free} with any frequency")
-
-
-def _show_commands(page: Console, engines: dict, called: str = ANY) -> None:
-    for verdict in engines.values():
-        if not isinstance(verdict, str) and verdict["command"]:
-            command = verdict["command"].replace(ANY, called)
-            page.print(f"{plain(verdict['engine'])}: {plain(command)}", soft_wrap=True, highlight=False)
 
 
 def class_and_why(model_type: str, reasons: list[str]) -> str:
@@ -280,11 +188,3 @@ def _parts(parts: dict[str, int]) -> str:
     """Format the three largest parts of a memory estimate."""
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {size(amount)}" for name, amount in largest)
-
-
-def _allocation(verdict: Verdict) -> str | None:
-    """Format the bytes that an engine allocates per token, and per request in addition; None if unknown."""
-    if verdict.cache_bytes_per_token is None:
-        return None
-    once = verdict.cache_bytes_per_request
-    return per_token(verdict.cache_bytes_per_token) + (f" + {size(once)} a request" if once else "")

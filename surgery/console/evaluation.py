@@ -1,13 +1,39 @@
-"""Output of ``surgery eval --dry-run``: tables, or with ``as_json`` one JSON object."""
+"""Output of ``surgery eval`` and ``surgery compare``: tables, or with ``as_json`` one JSON object."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from surgery.common.human import per_token, size
+from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json
 from surgery.console.verdicts import show_next
+
+
+def show_evaluation(report: dict, paths: list[Path], *, as_json: bool = False) -> None:
+    """Print the report of an evaluation and the paths of its files."""
+    from surgery.eval.report.tables import by_bytes, headline
+    from surgery.eval.report.verdict import by_checkpoint
+
+    if as_json:
+        print_json(report)
+        return
+    page, settings = new_page(), report["settings"]
+    page.print(f"\n[bold]{plain(report['title'])}[/bold]")
+    if settings["limit"]:
+        page.print(f"[bold yellow]quick look: at most {settings['limit']} samples a task[/bold yellow]")
+    table = headline(by_bytes(report), narrow=True)
+    page.print(terminal.render(table))
+    page.print(f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}")
+    for note in table.notes:
+        page.print(plain(note), soft_wrap=True)
+    for line in by_checkpoint(report):
+        page.print(f"[bold]{plain(line)}[/bold]", soft_wrap=True)
+    for path in paths:
+        page.print(plain(path), soft_wrap=True)
+    show_next(page, [f"open {path} in a browser" for path in paths if path.suffix == ".html"][:1])
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:

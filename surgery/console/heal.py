@@ -84,6 +84,11 @@ def show_estimate(page: Console, plan) -> None:
     )
     page.print(f"budget: {budget}; {estimate['tokens_per_step']:,} tokens a step")
     if work["estimated_seconds"] is not None:
-        speed = f", here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s" if work["flops_per_second"] else ""
-        needed = f" for {work['total_flops'] / 1e12:,.1f} TFLOP{speed}" if work["total_flops"] else ""
+        needed = f" for {operations(work)}" if work["total_flops"] else ""
         page.print(f"time: about {duration(work['estimated_seconds'])}{needed}")
+
+
+def operations(work: dict[str, Any]) -> str:
+    """Format the floating point operations of a job, and the measured speed if there is one."""
+    speed = f", here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s" if work["flops_per_second"] else ""
+    return f"{work['total_flops'] / 1e12:,.1f} TFLOP{speed}"

@@ -107,7 +107,7 @@ def run_demo(
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.common.progress import Progress
-    from surgery.console.conversion import show_demo
+    from surgery.console.demo import show_demo
     from surgery.structures.converter import convert
     from surgery.structures.mla.settings import ConvertSettings
     from surgery.structures.request import ConversionRequest

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sample_report import sample_report
 
-from surgery.console.conversion import show_evaluation
+from surgery.console.evaluation import show_evaluation
 from surgery.eval.report import markdown, page
 from surgery.eval.report.document import merge, read_report, undamaged
 from surgery.evaluation.output import write_report

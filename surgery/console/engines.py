@@ -1,0 +1,59 @@
+"""Output of ``surgery doctor`` and ``surgery export``: tables, or with ``as_json`` one JSON object."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from surgery.checkpoint.named_models import name_of
+from surgery.common.human import per_token, size
+from surgery.common.tables.table import Column
+from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.verdicts import show_ruin
+from surgery.engines.table import ANY
+from surgery.engines.verdict import Verdict
+
+
+def show_doctor(diagnosis, *, as_json: bool = False) -> None:
+    """Print the engines that load a checkpoint or refuse it (:class:`surgery.engines.diagnosis.Diagnosis`)."""
+    if as_json:
+        print_json(diagnosis.to_dict())
+        return
+    page = new_page()
+    page.print(f"\n[bold]{plain(name_of(diagnosis.path))}[/bold] ({plain(diagnosis.facts.kind)})")
+    columns = ["engine", Column("version", align="left"), "", Column("KV cache per token", align="right"), "because"]
+    rows = []
+    for verdict in diagnosis.verdicts:
+        why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
+        rows.append((verdict.engine, verdict.version, verdict.status, _allocation(verdict), why))
+    if all(row[3] is None for row in rows):
+        columns, rows = [*columns[:3], columns[4]], [(*row[:3], row[4]) for row in rows]
+    page.print(make_table(columns, rows))
+    show_commands(page, {verdict.engine: verdict.to_dict() for verdict in diagnosis.verdicts})
+    show_ruin(page, diagnosis.ruined_by)
+
+
+def show_export(exported, *, as_json: bool = False) -> None:
+    """Print a file that was exported for an engine (:class:`surgery.export.Exported`)."""
+    if as_json:
+        print_json(exported.to_dict())
+        return
+    page = new_page()
+    page.print(f"{plain(exported.architecture)} in {exported.weights}, {size(exported.bytes)}, {exported.tokenizer}")
+    page.print(f"[bold]{plain(exported.path)}[/bold]", soft_wrap=True)
+    page.print(plain(exported.command), soft_wrap=True, highlight=False)
+
+
+def show_commands(page: Console, engines: dict, called: str = ANY) -> None:
+    """Print the commands that serve a checkpoint; ``called`` is its name in them."""
+    for verdict in engines.values():
+        if not isinstance(verdict, str) and verdict["command"]:
+            command = verdict["command"].replace(ANY, called)
+            page.print(f"{plain(verdict['engine'])}: {plain(command)}", soft_wrap=True, highlight=False)
+
+
+def _allocation(verdict: Verdict) -> str | None:
+    """Format the bytes that an engine allocates per token, and per request in addition; None if unknown."""
+    if verdict.cache_bytes_per_token is None:
+        return None
+    once = verdict.cache_bytes_per_request
+    return per_token(verdict.cache_bytes_per_token) + (f" + {size(once)} a request" if once else "")
