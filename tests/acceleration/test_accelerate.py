@@ -202,7 +202,7 @@ def test_where_kernels_cannot_run_it_says_so(monkeypatch, caplog):
         pytest.skip("kernels run here")
     for family in ("llama", "gemma2"):  # the machine comes first, whatever the model's attention
         caplog.clear()
-        result = accelerate(tiny_source(family))
+        result = accelerate(random_model(CONFIGS[family]()))
         assert "cpu" in result.refused and "cpu" in caplog.text
 
 
