@@ -24,7 +24,7 @@ from surgery.heads.pattern import HeadPattern
 ROOT = Path(__file__).resolve().parent.parent
 
 
-REPORTS = ["smollm2", "smollm2/rows", "smollm2/rows-8k", "smollm2/healing", "smollm2/structures", "testbed", "testbed/heads-128"]
+REPORTS = ["smollm2", "smollm2/rows", "smollm2/rows-8k", "smollm2/rows-recall", "smollm2/healing", "smollm2/structures", "testbed", "testbed/heads-128"]
 
 
 def table_of_the_report(name: str, output: tuple[str, ...]) -> dict[str, list[str]]:
@@ -89,7 +89,8 @@ def test_recall_by_heads_that_stream_is_the_reports():
 def test_table_and_picture_of_the_readme_are_current():
     readme = tool("readme")
     report, text = read_report(readme.REPORT), (ROOT / "README.md").read_text(encoding="utf-8")
-    parts = readme.hook(report), readme.table(report, read_report(readme.LONG_REPORT))
+    recall, long = read_report(readme.RECALL_REPORT), read_report(readme.LONG_REPORT)
+    parts = readme.hook(report, recall), readme.table(report, long)
     assert readme.with_parts(text, *parts) == text and all(part in text for part in parts), "run python tools/readme.py"
     drawn = xml.etree.ElementTree.parse(readme.PICTURE)
     texts = {each.text for each in drawn.iter() if each.tag.endswith("text")}

@@ -21,6 +21,8 @@ from surgery.eval.report.tables import columns
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT, README = ROOT / "docs" / "smollm2" / "rows", ROOT / "README.md"
+RECALL_REPORT = REPORT.with_name("rows-recall")
+"""Recall of 100 prompts."""
 LONG_REPORT = REPORT.with_name("rows-8k")
 """Report of the same rows in windows of 8,192 tokens."""
 PICTURE = REPORT / "quality.svg"
@@ -40,24 +42,31 @@ ANSWERS = {
 BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
 
 
-def hook(report: dict[str, Any]) -> str:
+def hook(report: dict[str, Any], recall_report: dict[str, Any]) -> str:
     """Return the sentences beneath the picture."""
     columns_by_key = {column.key: column for column in columns(report)}
     rows = {row["name"]: row for row in report["rows"]}
+    recall_rows = {row["name"]: row for row in recall_report["rows"]}
 
     def text_of(key: str, name: str) -> str:
         return columns_by_key[key].text(rows[name], report)
+
+    def recall_of(name: str) -> str:
+        return f"{recall_rows[name]['results']['recall']['accuracy']:.0%}"
 
     sentences = []
     for name, command in ANSWERS.items():
         healing = rows[name]["conversion"]["healing"]
         trained = f", trained on {healing['tokens']:,} tokens in {duration(healing['seconds'])}" if healing else ""
-        perplexity, recall = (f"{text_of(key, 'source')} → {text_of(key, name)}" for key in ("perplexity", "recall"))
+        recall = f", planted keys found {recall_of('source')} → {recall_of(name)}" if name in recall_rows else ""
         sentences.append(
             f"`{name}` (`{command}`{trained}) keeps {text_of('kv_ratio', name)} of the KV bytes: perplexity "
-            f"{perplexity}, planted keys found {recall}."
+            f"{text_of('perplexity', 'source')} → {text_of('perplexity', name)}{recall}."
         )
-    sentences.append("Nothing else was trained.")
+    sentences.append(
+        f"Nothing else was trained. Keys are {recall_report['settings']['recall_prompts']} "
+        "([report](docs/smollm2/rows-recall/report.md))."
+    )
     return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
@@ -117,8 +126,9 @@ def with_parts(readme: str, *parts: str) -> str:
 
 if __name__ == "__main__":
     report, long_report = read_report(REPORT), read_report(LONG_REPORT)
+    parts = hook(report, read_report(RECALL_REPORT)), table(report, long_report)
     PICTURE.write_text(to_svg(pareto.loss(report)), encoding="utf-8")
-    readme = with_parts(README.read_text(encoding="utf-8"), hook(report), table(report, long_report))
+    readme = with_parts(README.read_text(encoding="utf-8"), *parts)
     README.write_text(readme, encoding="utf-8")
     for folder in (path.parent for path in (ROOT / "docs").rglob("report.json")):
         (folder / "report.html").write_text(page.render(read_report(folder)), encoding="utf-8")
