@@ -34,9 +34,9 @@ def refusal(*tensors: Tensor | None) -> str | None:
         return "triton is not installed"
     devices = {tensor.device for tensor in present}
     if len(devices) > 1:
-        return f"tensors are on {', '.join(sorted(map(str, devices)))}"
+        return f"tensors are on several devices: {', '.join(sorted(map(str, devices)))}"
     if not interpreted() and devices != {torch.device("cpu")} and torch.version.hip is not None:
-        return "the kernels were written for NVIDIA GPUs"
+        return "kernels require an NVIDIA GPU"
     if not interpreted() and next(iter(devices)).type != "cuda":
         return f"tensors are on the {next(iter(devices)).type} device"
     # Triton's interpreter multiplies bf16 wrongly.

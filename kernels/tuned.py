@@ -86,6 +86,6 @@ def _read(gpu: str, folder: str | None) -> dict[str, dict[str, Candidate]]:
                 for key, values in shapes.items():
                     unknown = set(values) - {field.name for field in fields(Config)}
                     if unknown:
-                        raise ValueError(f"{path}: {operation}, {key}: unknown {', '.join(sorted(unknown))}")
+                        raise ValueError(f"{path}: {operation}, {key}: unknown fields {', '.join(sorted(unknown))}")
                     merged.setdefault(operation, {})[key] = values
     return merged

@@ -79,10 +79,10 @@ def test_decoding_is_measured_for_every_model_context_and_batch(tmp_path, capsys
     assert [(row["kind"], row["batch"]) for row in measured] == [("source", 1), ("source", 2), ("mla", 1), ("mla", 2)]
     assert measured[0]["cache_bytes"] == 2 * measured[2]["cache_bytes"]
     assert all(row["times_source"] == 1.0 for row in measured[:2])
-    assert "figures say nothing of a GPU" in record["note"]
+    assert "not representative of a GPU" in record["note"]
     show_decoding(record, path)
     output = capsys.readouterr().out
-    assert "tokens/s" in output and "figures say nothing of a GPU" in output
+    assert "tokens/s" in output and "not representative of a GPU" in output
 
 
 def test_a_checkpoint_folder_is_measured_as_it_is(tmp_path, tiny):
@@ -114,9 +114,9 @@ def test_rows_are_held_against_the_fastest_source():
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(SurgeryError, match="gpt5: no folder, and no shape either: choose llama3-8b"):
+    with pytest.raises(SurgeryError, match="gpt5: not a folder or a known shape; choose from llama3-8b"):
         measure_decoding(["gpt5"], DecodeSettings((8,), (1,)), CPU)
-    with pytest.raises(SurgeryError, match="--to mqx: choose mla"):
+    with pytest.raises(SurgeryError, match="--to mqx: unknown; choose from mla"):
         measure_decoding(["tiny"], DecodeSettings((8,), (1,), structures=("mqx",)), CPU)
 
 
@@ -126,7 +126,7 @@ def test_kernels_without_a_gpu(tmp_path, capsys):
     assert path == tmp_path / "kernels.json" and path.exists()
     show_kernels(record, path)
     output = capsys.readouterr().out
-    assert "right" in output and "no speed on the cpu device" in output, output
+    assert "correct" in output and "not timed on the cpu device" in output, output
     for wrong, message in (
         ({"tune": True}, "--tune"),
         ({"operations": "mla"}, "unknown operation"),

@@ -104,17 +104,17 @@ def _libraries(case: Case, inputs: Inputs, parts: list, gate: Gate) -> None:
         if error < WRONG:
             gate.library_errors[name] = error
         else:
-            gate.refused[name] = f"computes something else here: relative error {error:.1e}"
+            gate.refused[name] = f"differs from the reference: relative error {error:.1e}"
 
 
 def _reasons(gate: Gate) -> Iterator[str]:
     if not gate.error <= gate.tolerance:
-        yield f"relative error {gate.error:.1e}, at most {gate.tolerance:.1e}"
+        yield f"relative error {gate.error:.1e} exceeds {gate.tolerance:.1e}"
     best = gate.best_library
     if best and gate.error > max(WORSE * best[1], LEAST):
         yield f"relative error {gate.error:.1e}, {gate.error / best[1]:.1f} times that of {best[0]}"
     if not gate.bit_equal:
-        yield "two runs differ"
+        yield "results of two runs differ"
 
 
 def _max_error(out: Tensor, parts: list[tuple[Callable[[Tensor], Tensor], Tensor]]) -> float:

@@ -69,7 +69,7 @@ class NoDriver:
 def without_gpu() -> None:
     """Install the stub driver in this process, so that operators launch no-op kernels on CPU tensors."""
     if backend.interpreted():
-        raise RuntimeError("kernels are interpreted in this process: start it without TRITON_INTERPRET")
+        raise RuntimeError("TRITON_INTERPRET is set: unset it and start again")
     driver.set_active(NoDriver())
     backend.interpreted = lambda: True
     split_kv.processors = lambda device: PROCESSORS
@@ -102,7 +102,7 @@ def main() -> int:
     without_gpu()
     small = torch.zeros(4), torch.zeros(4)
     print(f"torch {torch.__version__}, triton {triton.__version__}")
-    print("| operation | us a call | x torch.add | us of a call that is planned |\n|---|---:|---:|---:|")
+    print("| operation | us per call | x torch.add | us with planning |\n|---|---:|---:|---:|")
     with torch.no_grad():
         for name, call in decoding_calls(4096).items():
             call()

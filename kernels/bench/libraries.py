@@ -76,7 +76,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, scale: float, block_mask=Non
     """
     shape = (query.shape, key.shape, query.dtype, block_mask is None)
     if shape not in _compiled and len(_compiled) >= MOST_COMPILED:
-        raise RuntimeError(f"compiled for {MOST_COMPILED} shapes already, others would take too long")
+        raise RuntimeError(f"skipped: {MOST_COMPILED} shapes are compiled already, and each takes many seconds")
     _compiled.add(shape)
     compiled = _compiled_flex()
 

@@ -46,7 +46,7 @@ def cases(
     for what, names, choices in (("operation", operations, OPERATIONS), ("shape", models, MODELS)):
         for name in names:
             if name not in choices:
-                raise ValueError(f"unknown {what} {name!r}: choose {', '.join(choices)}")
+                raise ValueError(f"unknown {what} {name!r}; choose from {', '.join(choices)}")
     places = [
         {"model": model, "batch": batch, "context": context, "dtype": dtype, "shape": MODELS[model]}
         for dtype in dtypes

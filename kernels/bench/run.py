@@ -95,7 +95,7 @@ class Bench:
         size = case.cache_bytes + case.query_bytes
         free = _free_memory(self.device)
         if size > ROOM * free:
-            return {**row, "skipped": f"{size / 1e9:.0f} GB of inputs, {free / 1e9:.0f} GB free"}
+            return {**row, "skipped": f"inputs need {size / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"}
         inputs = case.inputs(self.device, seed=0)
         gate = gates.check(case, inputs, baselines=self.baselines and self.timed)
         row["gate"] = gate.to_dict()
@@ -162,8 +162,8 @@ def versions() -> dict:
 
 def no_speed(device: torch.device) -> str:
     """Return the note that explains why nothing is timed on this device."""
-    how = "in Triton's interpreter" if interpreted() else "as plain references"
-    return f"no speed on the {device.type} device: operators ran {how}, and only their results were looked at"
+    how = "in Triton's interpreter" if interpreted() else "as PyTorch references"
+    return f"not timed on the {device.type} device: operators ran {how}, and only their results were checked"
 
 
 def _case_fields(case: Case) -> dict:
@@ -230,7 +230,7 @@ def _line(row: dict) -> str:
     if not row["gate"]["passed"]:
         return f"{place}: FAILED, {'; '.join(row['gate']['reasons'])}"
     if "seconds" not in row:
-        return f"{place}: right, relative error {row['gate']['error']:.1e}"
+        return f"{place}: correct, relative error {row['gate']['error']:.1e}"
     return (
         f"{place}: {row['seconds'] * 1e6:,.1f} us, {row['bytes_per_second'] / 1e9:,.0f} GB/s "
         f"({row['share_of_copy']:.0%} of copy), {row['flops_per_second'] / 1e12:,.0f} TFLOP/s"

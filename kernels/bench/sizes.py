@@ -31,6 +31,6 @@ def numbers(text: str) -> list[int]:
         factor = 1024 if plain.endswith("k") else 1
         digits = plain.removesuffix("k")
         if not digits.isdigit() or int(digits) < 1:
-            raise ValueError(f"{word.strip()!r} is no number of tokens or rows, such as 8 or 32k")
+            raise ValueError(f"{word.strip()!r} is not a positive integer such as 8 or 32k")
         values.append(int(digits) * factor)
     return values

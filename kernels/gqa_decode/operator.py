@@ -55,7 +55,7 @@ def _check(call: SimpleNamespace) -> None:
     check_heads("gqa_decode", query.shape[2], key.shape[1])
     rows = query.shape[0]
     if call.pages is None and key.shape[0] != rows:
-        raise ValueError(f"gqa_decode: {rows} rows of queries, {key.shape[0]} of keys")
+        raise ValueError(f"gqa_decode: batch size is {rows} for queries, {key.shape[0]} for keys")
     check_pages("gqa_decode", rows, call.pages)
     check_dtypes("gqa_decode", query=query, key=key, value=call.value)
     check_counts("gqa_decode", rows, lengths=call.lengths, starts=call.starts)
@@ -65,9 +65,9 @@ def _check(call: SimpleNamespace) -> None:
 def _unsupported(call: SimpleNamespace) -> str | None:
     for name, tensor in (("keys", call.key), ("values", call.value)):
         if tensor.stride(-1) != 1:
-            return f"the elements of a token's {name} do not lie side by side"
+            return f"the last dimension of the {name} is not contiguous"
         if (1 << (tensor.shape[-1] - 1).bit_length()) * tensor.dtype.itemsize > WIDEST:
-            return f"{name} of {tensor.shape[-1]} numbers in {tensor.dtype} are too wide"
+            return f"head size {tensor.shape[-1]} of {tensor.dtype} {name} exceeds {WIDEST // tensor.dtype.itemsize}"
     return None
 
 

@@ -62,9 +62,9 @@ def hybrid_decode(
     # Checked here and not in the plan, since the slots of a filling window change at every step.
     slots = streaming_key.shape[-2]
     if not 0 <= sink_slots <= min(sinks, slots):
-        raise ValueError(f"hybrid_decode: {sink_slots} of {slots} slots for {sinks} sinks")
+        raise ValueError(f"hybrid_decode: sink_slots must be from 0 to {min(sinks, slots)}, not {sink_slots}")
     if streaming_key.shape[1] and slots - sink_slots < query.shape[1]:
-        raise ValueError(f"hybrid_decode: {slots - sink_slots} slots of the window for {query.shape[1]} new tokens")
+        raise ValueError(f"hybrid_decode: {query.shape[1]} new tokens exceed {slots - sink_slots} window slots")
     tensors = (query, full_key, full_value, streaming_key, streaming_value)
     return _hybrid_decode(*tensors, scale, sink_slots, sinks, recent, lengths, starts, splits)
 
@@ -83,16 +83,16 @@ def _check(call: SimpleNamespace) -> None:
     for key, value in ((full_key, full_value), (streaming_key, streaming_value)):
         check_keys(name, query, key, value)
         if len(query) != len(key):
-            raise ValueError(f"{name}: {len(query)} rows of queries, {len(key)} of keys")
+            raise ValueError(f"{name}: batch size is {len(query)} for queries, {len(key)} for keys")
     check_heads(name, query.shape[2], groups)
     check_dtypes(name, query=query, **dict(zip(CACHED, _cached(call), strict=True)))
     check_counts(name, len(query), lengths=call.lengths, starts=call.starts)
     check_positive(name, splits=call.splits)
     if full_value.shape[-1] != streaming_value.shape[-1]:
-        widths = f"{full_value.shape[-1]} and of {streaming_value.shape[-1]} numbers"
-        raise ValueError(f"{name}: values of {widths} in one layer")
+        widths = f"{full_value.shape[-1]} and {streaming_value.shape[-1]}"
+        raise ValueError(f"{name}: full_value and streaming_value must have the same head size, not {widths}")
     if call.sinks < 0 or call.recent < 1:
-        raise ValueError(f"{name}: {call.sinks} sinks and {call.recent} recent tokens")
+        raise ValueError(f"{name}: sinks must be at least 0 and recent at least 1, not {call.sinks} and {call.recent}")
 
 
 _hybrid_decode = Operation(

@@ -123,13 +123,13 @@ def _unsupported(call: SimpleNamespace) -> str | None:
     query, latent, key_up, exact_value = call.query, call.latent, call.key_up, call.exact_value
     same = [query, key_up, call.exact_key, exact_value, latent]
     if len({tensor.dtype for tensor in same if tensor is not None}) > 1:
-        return "queries, latents, up-projection and exact tokens differ in dtype"
+        return "queries, latents, up-projection and full-precision tokens differ in dtype"
     if any(tensor is not None and tensor.stride(-1) != 1 for tensor in same):
         return "the last dimension of a tensor is not contiguous"
     if query.shape[-1] > 256 or (exact_value is not None and exact_value.shape[-1] > 256):
-        return f"heads of {query.shape[-1]} numbers"
+        return "the head size of queries or full-precision values exceeds 256"
     if key_up.shape[-1] > 2048 or not query.shape[1] or not latent.shape[1]:
-        return f"latents {list(latent.shape)} of which a key reads {key_up.shape[-1]}"
+        return f"no tokens, or a key rank above 2048: latents {list(latent.shape)}, key rank {key_up.shape[-1]}"
     return None
 
 
@@ -141,43 +141,46 @@ def _check(call: SimpleNamespace) -> None:
     query, latent, key_up = call.query, call.latent, call.key_up
     if query.ndim != 4 or latent.ndim != 3 or key_up.ndim != 3 or query.shape[0] != latent.shape[0]:
         _refuse(
-            f"query [B, T, H, d], latent [B, S, R] and key_up [G, d, r] are needed, not {list(query.shape)}, "
+            f"query must be [B, T, H, d], latent [B, S, R] and key_up [G, d, r], not {list(query.shape)}, "
             f"{list(latent.shape)} and {list(key_up.shape)}"
         )
     heads, dim, (kv_heads, up_dim, _) = query.shape[2], query.shape[3], key_up.shape
     if up_dim != dim or dim % 2 or kv_heads < 1 or heads % kv_heads:
-        _refuse(f"{heads} query heads of {dim} numbers and {kv_heads} KV heads of {up_dim} do not go together")
+        _refuse(
+            "head sizes must be equal and even, and query heads a multiple of KV heads, not "
+            f"{heads} query heads of size {dim} and {kv_heads} KV heads of size {up_dim}"
+        )
     _check_ranges(call.ranges, kv_heads, latent.shape[2], key_up.shape[2])
     _check_shapes(call, len(query), kv_heads, dim)
     if call.rebuilt is not None and call.lengths is None:
-        _refuse("`rebuilt` needs `lengths`")
+        _refuse("`rebuilt` requires `lengths`")
     if call.window < 0 or call.sinks < 0:
-        _refuse(f"a window of {call.window} and {call.sinks} sinks are impossible")
+        _refuse(f"window and sinks must be at least 0, not {call.window} and {call.sinks}")
 
 
 def _check_ranges(ranges: Sequence[int] | None, kv_heads: int, width: int, key_rank: int) -> None:
     if ranges is None:
         if key_rank != width:
-            _refuse(f"key_up reads {key_rank} of latents of {width} numbers: give `ranges`")
+            _refuse(f"key_up has rank {key_rank}, latents have {width} elements: pass `ranges`")
     elif (
         len(ranges) != 4 * kv_heads
         or min(ranges) < 0
         or max(ranges[1::4]) > key_rank
         or any(first + rank > width for first, rank in zip(ranges[::2], ranges[1::2], strict=True))
     ):
-        _refuse(f"ranges must be 4 numbers for each of {kv_heads} KV heads, within {width} and {key_rank}")
+        _refuse(f"ranges must be 4 integers per KV head ({kv_heads}), within {width} latents and key rank {key_rank}")
 
 
 def _check_shapes(call: SimpleNamespace, batch: int, kv_heads: int, dim: int) -> None:
     within, begins = call.within, call.begins
     if within is not None and (within.shape != (2, STEP, dim // 2) or begins.shape[::2] != within.shape[::2]):
-        _refuse("rotation must be what rotation_tables gives for heads of this size")
+        _refuse("rotation must be the result of rotation_tables for this head size")
     shapes = {"key_bias": (kv_heads, dim), "norm_weight": (dim,), "rebuilt": (batch, 2)}
     shapes |= dict.fromkeys(("lengths", "starts", "first"), (batch,))
     exact = (call.exact_key, call.exact_value, call.exact_slots)
     if any(tensor is not None for tensor in exact):
         if any(tensor is None for tensor in exact):
-            _refuse("exact tokens need their keys, values and positions")
+            _refuse("exact_key, exact_value and exact_slots must be passed together")
         count = exact[0].shape[2]
         shapes |= {"exact_key": (batch, kv_heads, count, dim), "exact_slots": (batch, count)}
         shapes["exact_value"] = (batch, kv_heads, count, exact[1].shape[-1])

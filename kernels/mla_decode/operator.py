@@ -50,14 +50,14 @@ def _check(call: SimpleNamespace) -> None:
     query, latent, rope_key = call.query, call.latent, call.rope_key
     shapes = f"query {list(query.shape)}, latent {list(latent.shape)}, rope_key {list(rope_key.shape)}"
     if query.dim() != 4 or latent.dim() != 3 or rope_key.dim() != 3:
-        raise ValueError(f"mla_decode: {shapes}: [B, T, H, r + ρ], [B, S, r] and [B, S, ρ] are needed")
+        raise ValueError(f"mla_decode: {shapes}: must be [B, T, H, r + ρ], [B, S, r] and [B, S, ρ]")
     width = latent.shape[-1] + rope_key.shape[-1]
     if query.shape[-1] != width or latent.shape[-1] == 0:
-        raise ValueError(f"mla_decode: queries of {query.shape[-1]} numbers, latent and rope_key of {width}")
+        raise ValueError(f"mla_decode: {shapes}: the query size must be r + ρ = {width}, with r at least 1")
     if latent.shape[:2] != rope_key.shape[:2]:
-        raise ValueError(f"mla_decode: {shapes} hold other tokens")
+        raise ValueError(f"mla_decode: {shapes}: latent and rope_key must hold the same tokens")
     if call.pages is None and latent.shape[0] != query.shape[0]:
-        raise ValueError(f"mla_decode: {query.shape[0]} rows of queries, {latent.shape[0]} of the latent")
+        raise ValueError(f"mla_decode: batch size is {query.shape[0]} for queries, {latent.shape[0]} for latents")
     check_dtypes("mla_decode", query=query, latent=latent, rope_key=rope_key)
     check_pages("mla_decode", query.shape[0], call.pages)
     check_gain("mla_decode", query, call.key_gain, latent.shape[:2])
@@ -70,9 +70,9 @@ def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[
     if key_gain is None:
         return
     if key_gain.dim() != 3 or key_gain.shape[:2] != tokens:
-        raise ValueError(f"{name}: key_gain {list(key_gain.shape)} of tokens {list(tokens)}")
+        raise ValueError(f"{name}: key_gain must be {list(tokens)} + [G], not {list(key_gain.shape)}")
     if key_gain.shape[-1] == 0 or query.shape[2] % key_gain.shape[-1]:
-        raise ValueError(f"{name}: {query.shape[2]} heads are no multiple of {key_gain.shape[-1]} gains")
+        raise ValueError(f"{name}: {query.shape[2]} query heads must be a multiple of {key_gain.shape[-1]} gains")
 
 
 def unsupported(call: SimpleNamespace) -> str | None:

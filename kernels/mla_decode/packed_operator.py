@@ -73,13 +73,13 @@ def mla_decode_packed(
 def _check(call: SimpleNamespace) -> None:
     name, query, rows = "mla_decode_packed", call.query, call.rows
     if query.dim() != 4:
-        raise ValueError(f"{name}: query {list(query.shape)}: [B, T, H, r + ρ] is needed")
+        raise ValueError(f"{name}: query must be [B, T, H, r + ρ], not {list(query.shape)}")
     check_rows(name, call, call.rank, query.shape[-1], len(query), query.dtype)
     if call.pages is None and rows.shape[0] != query.shape[0]:
-        raise ValueError(f"{name}: {query.shape[0]} rows of queries, {rows.shape[0]} of packed tokens")
+        raise ValueError(f"{name}: batch size is {query.shape[0]} for queries, {rows.shape[0]} for packed rows")
     gains = rows.shape[-1] - row_bytes(call.fields) // 2
     if gains and query.shape[2] % gains:
-        raise ValueError(f"{name}: {query.shape[2]} heads are no multiple of {gains} gains")
+        raise ValueError(f"{name}: {query.shape[2]} query heads must be a multiple of {gains} gains")
     check_pages(name, query.shape[0], call.pages)
     check_counts(name, query.shape[0], lengths=call.lengths, starts=call.starts, exact_starts=call.exact_starts)
     check_positive(name, window=call.window)
@@ -88,35 +88,36 @@ def _check(call: SimpleNamespace) -> None:
 def check_rows(name: str, call: SimpleNamespace, rank: int, width: int, batch: int, dtype: torch.dtype) -> None:
     """Check packed rows, their tables and exact tokens against the number of channels, the batch size and the dtype."""
     if len(call.fields) % 4 or not call.fields:
-        raise ValueError(f"{name}: {len(call.fields)} numbers in fields: four of each field are needed")
+        raise ValueError(f"{name}: fields must have 4 integers per field, not {len(call.fields)} in all")
     channels, rows = sum(count for _, count, _, _ in grouped(call.fields)), call.rows
     if width != channels or not 0 < rank <= width or (width - rank) % 2:
-        raise ValueError(f"{name}: {width} channels, rank {rank} and fields of {channels} channels")
+        raise ValueError(f"{name}: fields have {channels} channels, must be r + ρ = {width} with rank {rank}, even ρ")
     if rows.dim() != 3 or rows.dtype != torch.int16 or 2 * rows.shape[-1] < row_bytes(call.fields):
         raise ValueError(
-            f"{name}: rows are {rows.dtype} {list(rows.shape)}, and fields lie in {row_bytes(call.fields)} bytes"
+            f"{name}: rows must be int16 [B, S, n] with {row_bytes(call.fields)} bytes or more per row, "
+            f"not {rows.dtype} {list(rows.shape)}"
         )
     for what, tensor in (("step", call.step), ("mean", call.mean)):
         if tensor.shape != (width,) or tensor.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name}: {what} is {tensor.dtype} {list(tensor.shape)}, fp32 [{width}] is needed")
+            raise ValueError(f"{name}: {what} must be fp32 [{width}], not {tensor.dtype} {list(tensor.shape)}")
     pairs = (width - rank) // 2
     if pairs and (call.within is None or call.within.shape != (2, STEP, pairs) or call.begins.shape[::2] != (2, pairs)):
-        raise ValueError(f"{name}: rotation must be what rotation_tables gives for {pairs} pairs")
+        raise ValueError(f"{name}: rotation must be the result of rotation_tables for {pairs} pairs")
     exact = call.exact
     if exact is not None and (exact.dim() != 3 or exact.shape[::2] != (batch, width) or exact.dtype != dtype):
-        raise ValueError(f"{name}: exact is {exact.dtype} {list(exact.shape)}, {dtype} [B, E, {width}] is needed")
+        raise ValueError(f"{name}: exact must be {dtype} [{batch}, E, {width}], not {exact.dtype} {list(exact.shape)}")
 
 
 def within_lanes(fields: Sequence[int]) -> str | None:
     """Return the reason why no kernel supports rows with these fields, or None."""
     if any(first % 2 or count % 2 for first, count, _, _ in grouped(fields)):
-        return "a run of packed rows begins or ends within a lane"
+        return "runs of packed rows are not aligned to 16 bits"
     return None
 
 
 def _unsupported(call: SimpleNamespace) -> str | None:
     if call.pages is not None and call.lengths is None:
-        return "pages without lengths"
+        return "pages require lengths"
     return within_lanes(call.fields) or unsupported(call)
 
 

@@ -56,7 +56,7 @@ def prefill_attention_function(
         ValueError: a softcap, which is not supported, or a mask of any other shape.
     """
     if kwargs.get("softcap") is not None:
-        raise ValueError("attention 'surgery' computes no softcap: take the implementation 'eager'")
+        raise ValueError("attention 'surgery' does not support softcap; use attn_implementation 'eager'")
     _check_mask(attention_mask, key)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -82,8 +82,8 @@ def prefill_attention_function(
 
 def _check_mask(mask: Tensor | None, key: Tensor) -> None:
     if mask is not None and mask.ndim != 4 and mask.shape != (key.shape[0], key.shape[2]):
-        expected = f"[{key.shape[0]}, {key.shape[2]}] or four axes"
-        raise ValueError(f"attention 'surgery': a mask {list(mask.shape)} is none that it knows; give {expected}")
+        expected = f"[{key.shape[0]}, {key.shape[2]}] or have 4 dimensions"
+        raise ValueError(f"attention 'surgery': attention_mask must be {expected}, not {list(mask.shape)}")
 
 
 def _padding(mask: Tensor) -> dict[str, Tensor]:

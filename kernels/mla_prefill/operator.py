@@ -52,7 +52,7 @@ def mla_prefill(
         shape = (key.shape[0], key.shape[2])
         if documents.shape != shape or documents.dtype != torch.int32:
             description = f"{documents.dtype} {list(documents.shape)}"
-            raise ValueError(f"mla_prefill: documents is {description}, int32 {list(shape)} is needed")
+            raise ValueError(f"mla_prefill: documents must be int32 {list(shape)}, not {description}")
         bounds = document_bounds(documents)
     return _mla_prefill(query, key, value, float(scale), window, starts, lengths, bounds)
 
@@ -65,13 +65,11 @@ def _check(call: SimpleNamespace) -> None:
     check_heads(name, heads, kv_heads)
     check_dtypes(name, query=query, key=key, value=call.value)
     if len(key) != batch:
-        raise ValueError(f"{name}: {batch} rows of queries, {len(key)} of keys")
+        raise ValueError(f"{name}: batch size is {batch} for queries, {len(key)} for keys")
     if tokens > positions:
-        raise ValueError(
-            f"{name}: {tokens} queries over {positions} positions: the queries' own keys must be among them"
-        )
+        raise ValueError(f"{name}: {tokens} queries, but only {positions} keys, which must include the queries' own")
     if scale <= 0:
-        raise ValueError(f"{name}: scale {scale} is not positive")
+        raise ValueError(f"{name}: scale must be positive, not {scale}")
     check_positive(name, window=call.window)
     check_counts(name, batch, starts=call.starts, lengths=call.lengths)
 
@@ -84,7 +82,7 @@ def unfit(query: Tensor, value: Tensor) -> str | None:
     """
     widths = query.shape[-1], value.shape[-1]
     if query.device.type == "cuda" and any(width % 16 for width in widths):
-        return f"heads of {widths[0]} and {widths[1]} elements are no multiples of 16"
+        return f"head sizes {widths[0]} and {widths[1]} must be multiples of 16"
     return too_wide(query, value)
 
 

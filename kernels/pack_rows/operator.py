@@ -30,13 +30,13 @@ def pack_rows(values: Tensor, step: Tensor, mean: Tensor, fields: Sequence[int])
 
 def _check(call: SimpleNamespace) -> None:
     if len(call.fields) % 4 or not call.fields:
-        raise ValueError(f"pack_rows: {len(call.fields)} numbers in fields: four of each field are needed")
+        raise ValueError(f"pack_rows: fields must have 4 integers per field, not {len(call.fields)} in all")
     width = sum(count for _, count, _, _ in grouped(call.fields))
     if call.values.dim() != 3 or call.values.shape[-1] != width:
-        raise ValueError(f"pack_rows: values {list(call.values.shape)}: [B, T, {width}] is needed")
+        raise ValueError(f"pack_rows: values must be [B, T, {width}], not {list(call.values.shape)}")
     for what, tensor in (("step", call.step), ("mean", call.mean)):
         if tensor.shape != (width,) or tensor.dtype != torch.float32:
-            raise ValueError(f"pack_rows: {what} is {tensor.dtype} {list(tensor.shape)}, fp32 [{width}] is needed")
+            raise ValueError(f"pack_rows: {what} must be fp32 [{width}], not {tensor.dtype} {list(tensor.shape)}")
 
 
 _pack_rows = Operation(

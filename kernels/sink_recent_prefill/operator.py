@@ -51,9 +51,9 @@ def _check(call: SimpleNamespace) -> None:
     check_heads(name, query.shape[1], key.shape[1])
     check_dtypes(name, query=query, key=key, value=call.value)
     if len(query) != len(key):
-        raise ValueError(f"{name}: {len(query)} rows of queries, {len(key)} of keys")
+        raise ValueError(f"{name}: batch size is {len(query)} for queries, {len(key)} for keys")
     if query.shape[2] > key.shape[2]:
-        raise ValueError(f"{name}: {query.shape[2]} queries of a text of {key.shape[2]} tokens")
+        raise ValueError(f"{name}: {query.shape[2]} queries need at least as many keys, not {key.shape[2]}")
     check_counts(name, key.shape[1], sinks=call.sinks, recent=call.recent)
     check_counts(name, len(query), starts=call.starts)
 

@@ -55,7 +55,8 @@ def _check(call: SimpleNamespace) -> None:
     name, rows, latent, rope_key = "unpack_rows", call.rows, call.latent, call.rope_key
     for what, memory in (("latent", latent), ("rope_key", rope_key)):
         if memory.shape[:-1] != rows.shape[:2] or memory.dtype != latent.dtype:
-            raise ValueError(f"{name}: {what} is {memory.dtype} {list(memory.shape)}, of rows {list(rows.shape)}")
+            expected = f"{latent.dtype} with the leading dimensions {list(rows.shape[:2])} of rows"
+            raise ValueError(f"{name}: {what} must be {expected}, not {memory.dtype} {list(memory.shape)}")
         if memory.shape[-1] > 1 and memory.stride(-1) != 1:
             raise ValueError(f"{name}: the last dimension of {what} is not contiguous")
     check_rows(name, call, latent.shape[-1], latent.shape[-1] + rope_key.shape[-1], len(call.pages), latent.dtype)

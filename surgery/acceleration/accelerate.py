@@ -69,11 +69,11 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     parameter = next(model.parameters())
     reason = refusal(parameter)
     if reason is None and not _supports_attention_functions(model):
-        reason = f"{type(model).__name__} does not take attention functions"
+        reason = f"{type(model).__name__} does not support custom attention functions"
     if reason is None and own_softmax(model.config):
-        reason = "its attention caps logits or has learned sinks, which no kernel knows"
+        reason = "no kernel supports logit softcaps or learned sinks"
     if reason is not None:
-        logger.warning("the model keeps its own attention: %s", reason)
+        logger.warning("the model is not accelerated: %s", reason)
         return Acceleration((), refused=reason)
     plain = step_error(model, None) if compare else None
     before = model.config._attn_implementation
@@ -86,8 +86,8 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     error = step_error(model, plain)
     if not error <= TOLERANCE[parameter.dtype]:
         decelerate(model)
-        reason = f"logits differ by {error:.1e} with kernels, more than {TOLERANCE[parameter.dtype]:.0e}"
-        logger.warning("the model keeps its own attention: %s", reason)
+        reason = f"logits differ by {error:.1e} with kernels, which exceeds {TOLERANCE[parameter.dtype]:.0e}"
+        logger.warning("the model is not accelerated: %s", reason)
         return Acceleration(layers, error, refused=reason)
     setattr(model, STATE, (before, Acceleration(layers, error)))
     return getattr(model, STATE)[1]
@@ -134,19 +134,19 @@ WITHOUT = (
 def _accelerate_module(module: nn.Module) -> str:
     """Accelerate one attention module; return its operation, or the reason why it keeps its own code."""
     if isinstance(module, WITHOUT):
-        return f"own code: no kernel for {type(module).__bases__[0].__name__}"
+        return f"not accelerated: no kernel for {type(module).__bases__[0].__name__}"
     if isinstance(module, DeepseekV3Attention):
         if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:
-            return "own code: its up-projection is no plain linear layer"
+            return "not accelerated: kv_b_proj is not a plain linear layer without bias"
         setattr(module, plain_heads.HANDS_ON_LATENTS, True)
         module.expand_kv = _unexpanded
         return "mla_decode"
     for kind, kernel, operation in KERNELS:
         if isinstance(module, kind):
             if getattr(module, "streaming", None):
-                return "own code: latents of streaming heads"
+                return "not accelerated: latents of streaming heads"
             if kind in WHY_NOT and (reason := WHY_NOT[kind](module)):
-                return f"own code: {reason}"
+                return f"not accelerated: {reason}"
             module.kernel = kernel
             return operation
     return "gqa_decode"

@@ -20,10 +20,10 @@ def why_not_cross_layer(module: CrossLayerAttention) -> str | None:
     """Return the reason why no kernel supports a layer, or None."""
     kind = getattr(module.rotary[0], "rope_type", "default") if module.rotary else "no"
     if kind not in FIXED_ROPE:
-        return f"{kind} RoPE has no fixed table"
+        return f"RoPE type {kind!r} has no fixed frequencies"
     if not norms_each_head(module):
-        return "a key norm that is not of each head, or has other weights"
-    return None if rotates_plainly(module) else "heads that are not rotated whole, in half-split pairs"
+        return "the key norm is not an RMSNorm per head"
+    return None if rotates_plainly(module) else "RoPE does not rotate whole heads in half-split pairs"
 
 
 def cross_layer_kernel(

@@ -12,7 +12,7 @@ from surgery.kernels.mla_decode.operator import mla_decode
 
 def why_not_latent(module: nn.Module) -> str | None:
     """Return the reason why no kernel supports a layer, or None."""
-    return "one key norm over all heads" if module.key_gains not in (0, module.num_kv_heads) else None
+    return "the key norm spans all heads" if module.key_gains not in (0, module.num_kv_heads) else None
 
 
 def latent_kernel(

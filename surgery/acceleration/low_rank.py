@@ -25,15 +25,15 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
     (rotary,) = module.rotary
     kind = getattr(rotary, "rope_type", "default")
     if kind not in FIXED_ROPE:
-        return f"{kind} RoPE changes with the length of the text"
+        return f"RoPE type {kind!r} depends on the sequence length"
     if not norms_each_head(module):
-        return "a key norm that is not of each head, or has other weights"
+        return "the key norm is not an RMSNorm per head"
     if not rotates_plainly(module):
-        return "heads that are not rotated whole, in half-split pairs"
+        return "RoPE does not rotate whole heads in half-split pairs"
     if module.hands_on or module.shared_layers:
-        return "latents that several layers of a cascade read"
+        return "several layers of a cascade read the latents"
     if module.sliding_window:
-        return "a sliding window over latents"
+        return "the layer has a sliding window"
     return None
 
 

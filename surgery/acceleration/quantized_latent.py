@@ -24,7 +24,7 @@ def why_not_quantized_latent(module: QuantizedLatentAttention) -> str | None:
     """Return the reason why no kernel supports a layer, or None; synchronizes to read the quantizer's steps."""
     pairs = module.quantizer.step[module.kv_lora_rank :].view(-1, 2)
     if not torch.equal(pairs[:, 0], pairs[:, 1]):
-        return "rotated pairs with two steps"
+        return "the two elements of a rotary pair have different quantization steps"
     return why_not_latent(module)
 
 

@@ -87,7 +87,7 @@ def subjects(names: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
     configs = bench_models.converted_configs()
     for structure in settings.structures:
         if structure not in configs:
-            raise SurgeryError(f"--to {structure}: choose {', '.join(configs)}")
+            raise SurgeryError(f"--to {structure}: unknown; choose from {', '.join(configs)}")
     for name in names:
         if not is_shape(name):
             reader = language_model(open_source(name))
@@ -121,7 +121,7 @@ def measure_decoding(
         "device": device_facts(device),
         "versions": {**versions(), "transformers": _transformers()},
         "cache": "random values or tokens at the full context; plain caches and packed rows stay at that length",
-        "note": None if device.type == "cuda" else "measured on a CPU: figures say nothing of a GPU",
+        "note": None if device.type == "cuda" else "measured on a CPU; not representative of a GPU",
         "rows": [],
     }
     for subject in list(subjects(names, settings)):
@@ -147,7 +147,7 @@ def _rows(
     place = {"model": subject.name, "kind": subject.kind, "accelerated": accelerated}
     model = unless_out_of_memory(lambda: subject.build(device))
     if isinstance(model, OutOfMemory):
-        yield {**place, "skipped": "the weights do not fit"}
+        yield {**place, "skipped": "the weights do not fit into memory"}
         return
     place["weight_bytes"] = weight_bytes(model)
     try:
@@ -287,7 +287,7 @@ def _transformers() -> str:
 
 
 def _line(row: dict) -> str:
-    how = "accelerated" if row["accelerated"] else "as it is"
+    how = "accelerated" if row["accelerated"] else "unchanged"
     place = f"{row['model']} {row['kind']}, {how}"
     if "context" in row:
         place += f", context {row['context']}, batch {row.get('batch')}"

@@ -27,11 +27,11 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
     device = checked_device(request.device)
     timed = device.type == "cuda"
     if request.tune and not timed:
-        raise SurgeryError(f"--tune: configurations are chosen by speed, and the {device.type} device has none to give")
+        raise SurgeryError(f"--tune: needs a GPU, as it picks configurations by speed; the device is {device.type}")
     plan = DEFAULTS if timed else TINY
     dtype = DTYPE_NAMES.get(request.dtype, request.dtype) or ("bfloat16" if timed else "float32")
     if dtype not in DTYPES:
-        raise SurgeryError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
+        raise SurgeryError(f"--dtype {dtype}: unknown; choose from {', '.join(DTYPES)}")
     try:
         selection = cases(
             _words(request.operations, OPERATIONS),

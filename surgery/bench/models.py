@@ -67,4 +67,4 @@ def _refill_buffers(model: PreTrainedModel) -> None:
                 model._init_weights(module)
     for name, buffer in model.named_buffers():
         if not buffer.isfinite().all():
-            raise SurgeryError(f"{type(model).__name__}: {name} cannot be computed without a checkpoint")
+            raise SurgeryError(f"{type(model).__name__}: buffer {name} is not initialized without a checkpoint")

@@ -12,17 +12,23 @@ from surgery.common.setting import setting
 class KernelRequest(FileSettings):
     """Request for a kernel benchmark; options that are not set are None, lists are comma-separated."""
 
-    operations: str | None = setting(None, "Which, with commas between.", unset="all", section="Cases", metavar="NAMES")
-    shapes: str | None = setting(None, "Models.", unset="llama2-7b,llama3-8b,qwen2.5-7b", metavar="NAMES")
-    contexts: str | None = setting(None, "Tokens of the cache.", unset="8k,32k,128k", metavar="SIZES")
-    batches: str | None = setting(None, "Rows.", unset="1,8,32", metavar="SIZES")
+    operations: str | None = setting(
+        None, "Operations to measure, comma-separated.", unset="all", section="Cases", metavar="NAMES"
+    )
+    shapes: str | None = setting(
+        None, "Model shapes, comma-separated.", unset="llama2-7b,llama3-8b,qwen2.5-7b", metavar="NAMES"
+    )
+    contexts: str | None = setting(
+        None, "Context lengths in tokens, comma-separated.", unset="8k,32k,128k", metavar="SIZES"
+    )
+    batches: str | None = setting(None, "Batch sizes, comma-separated.", unset="1,8,32", metavar="SIZES")
     dtype: str | None = setting(
         None, "bfloat16, float16 or float32.", unset="bfloat16; on a CPU float32", metavar="NAME"
     )
-    tune: bool = setting(False, "Try configurations; write the best for this GPU.", section="Measuring")
+    tune: bool = setting(False, "Try kernel configurations; write the best for this GPU.", section="Measuring")
     tuned_folder: str | None = setting(
-        None, "Folder of the file they go to, GPU.json.", unset="the package's", flag="tuned", metavar="DIR"
+        None, "Folder to write them to, as GPU.json.", unset="the package's", flag="tuned", metavar="DIR"
     )
-    baselines: bool = setting(True, "PyTorch's kernels next to them (SDPA, FlexAttention).")
-    limit: float | None = setting(None, "Begin nothing more after so long.", unset="no limit", metavar="SECONDS")
-    device: str = setting("auto", "Where they run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME")
+    baselines: bool = setting(True, "Measure PyTorch's kernels as well (SDPA, FlexAttention).")
+    limit: float | None = setting(None, "Start no further case after this time.", unset="no limit", metavar="SECONDS")
+    device: str = setting("auto", "Device: cpu, cuda, cuda:1 …; auto is cuda if available.", metavar="NAME")

@@ -82,5 +82,5 @@ def is_shape(name: str) -> bool:
         find_local(name)
         return False
     if name not in DECODE_SHAPES:
-        raise SurgeryError(f"{name}: no folder, and no shape either: choose {', '.join(DECODE_SHAPES)}")
+        raise SurgeryError(f"{name}: not a folder or a known shape; choose from {', '.join(DECODE_SHAPES)}")
     return True

@@ -192,7 +192,7 @@ def test_a_model_whose_logits_change_keeps_its_own(monkeypatch, caplog):
     model = lossless_model(tiny_source("llama"))
     monkeypatch.setattr(latent, "mla_decode", lambda query, latent, *_, **__: (query[..., : latent.shape[-1]], None))
     result = accelerate(model)
-    assert result.refused and "logits differ" in result.refused and "keeps its own" in caplog.text
+    assert result.refused and "logits differ" in result.refused and "is not accelerated" in caplog.text
     assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
 
 
@@ -246,15 +246,15 @@ def test_codes_that_layers_share(form, family, calls):
     agree(decode(model, DynamicCache()), model(tokens(), use_cache=False).logits, 1e-4)
 
 
-NORM = "own code: a key norm that is not of each head, or has other weights"
+NORM = "not accelerated: the key norm is not an RMSNorm per head"
 
 
 @pytest.mark.parametrize(
     ("family", "latent", "low_rank"),
     [
         ("granite", "mla_decode", "lowrank_decode"),
-        ("glm4", "mla_decode", "own code: heads that are not rotated whole, in half-split pairs"),
-        ("olmo2", "own code: one key norm over all heads", NORM),
+        ("glm4", "mla_decode", "not accelerated: RoPE does not rotate whole heads in half-split pairs"),
+        ("olmo2", "not accelerated: the key norm spans all heads", NORM),
         ("gemma3_window", "mla_decode", NORM),
     ],
 )

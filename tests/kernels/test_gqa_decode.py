@@ -180,9 +180,9 @@ EXAMPLES = {
         | {"lengths": ints(7, 1), "starts": ints(2, 0), "window": 4},
         [
             ({"key": zeros(2, 3, 7, 6)}, "values"),
-            ({"query": zeros(2, 2, 5, 6)}, "5 query heads do not follow 2 KV heads"),
-            ({"query": zeros(2, 2, 4, 8)}, "do not belong together"),
-            ({"query": zeros(3, 2, 4, 6)}, "3 rows"),
+            ({"query": zeros(2, 2, 5, 6)}, "5 query heads must be a multiple of 2 KV heads"),
+            ({"query": zeros(2, 2, 4, 8)}, "must agree in d"),
+            ({"query": zeros(3, 2, 4, 6)}, "batch size is 3 for queries, 2 for keys"),
             ({"query": zeros(2, 2, 4, 6, dtype=torch.float16)}, "float16"),
             ({"lengths": zeros(2)}, "lengths"),
             ({"starts": ints(0, 0, 0)}, "starts"),

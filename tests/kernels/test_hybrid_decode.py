@@ -184,13 +184,13 @@ EXAMPLES = {
         | {"streaming_key": normal(2, 1, 6, 8), "streaming_value": normal(2, 1, 6, 8)}
         | {"lengths": ints(4, 9), "starts": ints(0, 1)},
         [
-            ({"query": zeros(2, 2, 7, 8)}, "7 query heads do not follow 2 KV heads"),
+            ({"query": zeros(2, 2, 7, 8)}, "7 query heads must be a multiple of 2 KV heads"),
             ({"streaming_key": zeros(2, 1, 6, 4)}, "keys .* and values"),
             ({"full_value": zeros(2, 1, 10, 8).half()}, "full_value is torch.float16"),
-            ({"lengths": torch.tensor([1, 2])}, "lengths is torch.int64"),
-            ({"sink_slots": 2}, "2 of 6 slots for 1 sinks"),
-            ({"query": zeros(2, 6, 4, 8)}, "5 slots of the window for 6 new tokens"),
-            ({"splits": 0}, "splits of 0"),
+            ({"lengths": torch.tensor([1, 2])}, r"lengths must be int32 \[2\], not torch.int64"),
+            ({"sink_slots": 2}, "sink_slots must be from 0 to 1, not 2"),
+            ({"query": zeros(2, 6, 4, 8)}, "6 new tokens exceed 5 window slots"),
+            ({"splits": 0}, "splits must be at least 1, not 0"),
         ],
     ),
 }

@@ -200,14 +200,14 @@ EXAMPLES = {
         {"query": normal(2, 2, 4, 10), "latent": normal(2, 9, 8), "rope_key": normal(2, 9, 2), "scale": 0.2}
         | {"lengths": ints(9, 7), "key_gain": normal(2, 9, 2), "window": 5},
         [
-            ({"query": zeros(2, 2, 4, 9)}, "numbers"),
-            ({"rope_key": zeros(2, 8, 2)}, "other tokens"),
-            ({"query": zeros(1, 2, 4, 10)}, "rows"),
-            ({"query": zeros(2, 2, 4, 10).half()}, "one dtype"),
+            ({"query": zeros(2, 2, 4, 9)}, "query size must be"),
+            ({"rope_key": zeros(2, 8, 2)}, "must hold the same tokens"),
+            ({"query": zeros(1, 2, 4, 10)}, "batch size"),
+            ({"query": zeros(2, 2, 4, 10).half()}, "the same dtype"),
             ({"lengths": torch.tensor([3, 4])}, "lengths"),
             ({"window": 0}, "window"),
             ({"pages": ints(0, 1)}, "pages"),
-            ({"key_gain": zeros(2, 9, 3)}, "no multiple"),
+            ({"key_gain": zeros(2, 9, 3)}, "must be a multiple of 3 gains"),
         ],
     ),
 }

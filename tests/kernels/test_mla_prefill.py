@@ -136,8 +136,8 @@ EXAMPLES = {
         {"query": normal(1, 2, 3, 8), "key": normal(1, 1, 5, 8), "value": normal(1, 1, 5, 4), "scale": 0.3}
         | {"starts": ints(1), "window": 3},
         [
-            ({"query": zeros(1, 2, 6, 8)}, "6 queries over 5 positions"),
-            ({"starts": torch.zeros(1, dtype=torch.long)}, "starts is"),
+            ({"query": zeros(1, 2, 6, 8)}, "6 queries, but only 5 keys"),
+            ({"starts": torch.zeros(1, dtype=torch.long)}, "starts must be int32"),
             ({"window": 0}, "window"),
         ],
         has_backward=True,

@@ -145,12 +145,12 @@ EXAMPLES = {
         {"query": normal(2, 2, 9, 8), "key": normal(2, 2, 9, 8), "value": normal(2, 2, 9, 8), "scale": 0.3}
         | {"sinks": ints(1, 0), "recent": ints(-1, 3), "starts": ints(0, 2)},
         [
-            ({"query": zeros(2, 7, 9, 8)}, "7 query heads do not follow 2 KV heads"),
-            ({"query": zeros(2, 2, 10, 8)}, "10 queries of a text of 9 tokens"),
-            ({"key": zeros(2, 2, 8, 8)}, "do not belong together"),
-            ({"value": zeros(2, 2, 9, 8).half()}, "one dtype is needed"),
-            ({"recent": zeros(2)}, "recent is torch.float64"),
-            ({"starts": ints(1, 1, 1)}, r"int32 \[2\] is needed"),
+            ({"query": zeros(2, 7, 9, 8)}, "7 query heads must be a multiple of 2 KV heads"),
+            ({"query": zeros(2, 2, 10, 8)}, "10 queries need at least as many keys, not 9"),
+            ({"key": zeros(2, 2, 8, 8)}, "must agree in d"),
+            ({"value": zeros(2, 2, 9, 8).half()}, "must have the same dtype"),
+            ({"recent": zeros(2)}, r"recent must be int32 \[2\], not torch.float64"),
+            ({"starts": ints(1, 1, 1)}, r"starts must be int32 \[2\]"),
         ],
     ),
 }

@@ -90,7 +90,7 @@ def test_what_is_wrong_does_not_pass(fault):
     assert not result.passed and result.to_dict()["passed"] is False
     assert Broken(**plain).run(right.inputs(CPU, 0)).isfinite().all()
     if fault == "moving":
-        assert result.reasons == ["two runs differ"]
+        assert result.reasons == ["results of two runs differ"]
     if fault == "raises":
         assert result.reasons == ["RuntimeError: out of resource: shared memory"]
 
@@ -112,7 +112,7 @@ def test_operations_take_turns_and_the_largest_come_first():
 
 
 def test_unknown_names_and_sizes():
-    with pytest.raises(ValueError, match="unknown operation 'mla': choose gqa_decode, "):
+    with pytest.raises(ValueError, match="unknown operation 'mla'; choose from gqa_decode, "):
         cases(["mla"], ["tiny"], [8], [1], [torch.float32])
     with pytest.raises(ValueError, match="unknown shape 'gpt'"):
         cases(["mla_decode"], ["gpt"], [8], [1], [torch.float32])
