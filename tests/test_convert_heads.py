@@ -215,7 +215,7 @@ def test_layers_that_differ_load_without_the_package(converted, tmp_path):
 
 @pytest.mark.parametrize("heads", [0, 3])
 def test_heads_that_do_not_divide_are_refused_on_loading(heads):
-    with pytest.raises(ValueError, match=f"4 query heads do not divide over {heads} KV heads"):
+    with pytest.raises(ValueError, match=f"4 query heads must be a multiple of {heads} KV heads"):
         SurgeryConfig.from_base(CONFIGS["llama"](), [None, {"kind": "grouped", "kv_heads": heads}])
 
 

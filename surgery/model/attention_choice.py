@@ -27,7 +27,7 @@ def check_attention(config: SurgeryConfig, implementation: str | None, *, family
     possible = ["eager"] if own_softmax(config) else ["eager", "sdpa"]
     if not flash_problem(config, family_flash):
         possible.append("flash_attention_2")
-    raise ValueError(f'attn_implementation="{implementation}": {problem}. This model takes {", ".join(possible)}.')
+    raise ValueError(f'attn_implementation="{implementation}": {problem}. This model supports {", ".join(possible)}.')
 
 
 def check_weights(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None:
@@ -36,12 +36,12 @@ def check_weights(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None
         return
     if (implementation := decoder.config._attn_implementation) != "eager":
         raise ValueError(
-            f"output_attentions: {implementation} attention gives no weights. Call set_attn_implementation('eager')."
+            f"output_attentions: {implementation} attention returns no weights; call set_attn_implementation('eager')."
         )
     for index, entry in enumerate(entries_of(config)):
         if not entry.gives_weights(config):
             raise ValueError(
-                f"output_attentions: heads of layer {index} stream and give no weights over all tokens. Leave it out."
+                f"output_attentions: streaming heads of layer {index} have no weights over all tokens; leave it out."
             )
 
 
@@ -51,24 +51,24 @@ def flash_problem(config: SurgeryConfig, family_flash: bool) -> str | None:
         return f"FlashAttention cannot run {config.base_model_type}"
     for index, entry in enumerate(entries_of(config)):
         if not entry.gives_weights(config) or entry.has_window or entry.shares_cache:
-            return f"layer {index} has a mask of its own, and FlashAttention knows causal masks alone"
+            return f"layer {index} needs its own mask, and FlashAttention supports causal masks only"
         if (width := entry.key_width(config)) > FLASH_WIDTH:
-            return f"keys of layer {index} have {width} elements, and FlashAttention takes {FLASH_WIDTH} at most"
+            return f"keys of layer {index} have {width} elements, and FlashAttention supports at most {FLASH_WIDTH}"
     return None
 
 
 def _problem(config: SurgeryConfig, implementation: str, family_flash: bool) -> str | None:
     if implementation.startswith("paged|"):
-        return "paged attention is for continuous batching, whose pages hold plain keys and values"
+        return "paged attention caches plain keys and values, which this model does not have"
     if implementation == "sdpa":
-        return "PyTorch's SDPA has no cap on logits and no learned sinks" if own_softmax(config) else None
+        return "PyTorch's SDPA supports neither logit softcaps nor learned sinks" if own_softmax(config) else None
     if implementation == "flex_attention":
-        return "flex attention needs its own masks and widths that are powers of 2"
+        return "flex attention needs block masks and head sizes that are powers of 2"
     if is_flash(implementation):
         return flash_problem(config, family_flash)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    return None if implementation in ALL_ATTENTION_FUNCTIONS else "no such attention is registered with transformers"
+    return None if implementation in ALL_ATTENTION_FUNCTIONS else "not registered with transformers"
 
 
 __all__ = ["check_attention", "check_weights", "flash_problem"]

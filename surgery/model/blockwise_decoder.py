@@ -58,11 +58,11 @@ class BlockwiseDecoder(nn.Module):
                 kind.
         """
         if kwargs.get("output_attentions") or kwargs.get("output_router_logits"):
-            raise ValueError("attentions and router logits differ in shape from block to block: ask for neither")
+            raise ValueError("output_attentions and output_router_logits need unshared caches; leave them out")
         given_cache, cache = cache, DynamicCache(config=self.config) if cache is None else cache
         self._adopt(cache)
         if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
-            raise ValueError("layers that share a cache need an attention mask [batch, tokens], not a prepared one")
+            raise ValueError("layers that share a cache need a 2D attention_mask [batch, tokens]")
         kwargs.pop("return_dict", None)
         inputs = input_ids if input_ids is not None else inputs_embeds
         first, stop = cache.get_seq_length(), cache.get_seq_length() + inputs.shape[1]
@@ -128,7 +128,7 @@ class BlockwiseDecoder(nn.Module):
             return
         if type(cache) is not DynamicCache or cache.offloading or not is_empty(cache):
             raise ValueError(
-                f"layers that share a cache were given a {type(cache).__name__} that they cannot continue: pass none, "
+                f"layers that share a cache cannot use this {type(cache).__name__}; pass no cache, "
                 "an empty DynamicCache without offloading, or the cache that the model returned"
             )
         cache.layers, cache.layer_class_to_replicate = layers, None

@@ -61,7 +61,7 @@ class CompactLayer(CacheLayerMixin):
 
         `past_length`: tokens in the cache before the pass. `cached`: the `CachedLayer` of an empty layer.
         """
-        raise ValueError(f"the peak of {self.form} cannot be predicted: measure it")
+        raise ValueError(f"peak memory of {self.form} cannot be predicted; measure it")
 
     def reserve(self, tokens: int) -> None:
         """Have the first update allocate memory for `tokens` tokens in all, so that no step copies the cache."""
@@ -97,12 +97,12 @@ class CompactLayer(CacheLayerMixin):
         """Raise ValueError unless `tokens_to_remove` is 0: dropped or quantized tokens cannot be restored."""
         if tokens_to_remove:
             raise ValueError(
-                f"{self.form} cannot take tokens back, as assisted and speculative decoding need: decode without them"
+                f"{self.form} cannot be cropped, as assisted and speculative decoding require; decode without them"
             )
 
     def offload(self) -> None:
         """Raise ValueError: offloading is not supported."""
-        raise ValueError(f"{self.form} cannot be offloaded: use a cache without offloading")
+        raise ValueError(f"{self.form} cannot be offloaded; use a cache without offloading")
 
 
 CacheLayer = CompactLayer | DynamicSlidingWindowLayer
@@ -121,7 +121,7 @@ def check_full_attention(config: PreTrainedConfig, form: str, unchanged: Collect
         kinds = {0: "sliding_attention"}
     for layer, kind in kinds.items():
         if kind != "full_attention" and (layer not in unchanged or kind not in WINDOWS):
-            raise ValueError(f"{form} needs full attention in every layer; layer {layer} is of {kind}")
+            raise ValueError(f"{form} needs full attention in every layer; layer {layer} has {kind}")
 
 
 def is_empty(cache: Any) -> bool:
@@ -150,8 +150,8 @@ def adopt(cache: Cache | None, layers: list[CacheLayer]) -> Cache:
             return cache
     form = next(layer.form for layer in layers if isinstance(layer, CompactLayer))
     raise ValueError(
-        f"this model keeps {form} and was given a {type(cache).__name__} that it cannot continue: "
-        "pass none, an empty DynamicCache without offloading, or the cache that it returned"
+        f"this model uses {form} and cannot continue from this {type(cache).__name__}; "
+        "pass no cache, an empty DynamicCache without offloading, or the cache that it returned"
     )
 
 

@@ -49,7 +49,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SurgeryConfig):
         if config.attention_layers is None:
-            raise ValueError("the configuration has no attention_layers: it describes no converted model")
+            raise ValueError("attention_layers is missing from the config; this is not a converted model")
         # Before super() fills in defaults: only the base model knows whether there are experts.
         base_config = config.base_config()
         self._take_attention(config, MODEL_MAPPING[type(base_config)])
@@ -121,11 +121,11 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
                 below 0.
         """
         if min(batch, prompt, chunk) < 1 or steps < 0:
-            raise ValueError(f"{batch} x {prompt} tokens in chunks of {chunk} and {steps} steps are no generation")
+            raise ValueError(f"{batch=}, {prompt=} and {chunk=} must be at least 1, {steps=} at least 0")
         if self.is_blockwise:
-            raise ValueError("the peak of a cache that layers share cannot be predicted: measure it")
+            raise ValueError("peak memory of a cache that layers share cannot be predicted; measure it")
         if None in (layers := cached_layers(self.config, batch, self.dtype)):
-            raise ValueError("the peak of a cache beside states cannot be predicted: measure it")
+            raise ValueError("peak memory of a cache next to recurrent states cannot be predicted; measure it")
         return peak_bytes(layers, prompt, chunk, steps)
 
     def kv_footprint(self, prompt: int, steps: int) -> float:

@@ -49,7 +49,7 @@ def prepare_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
         ValueError: the family has layers that cannot use such a cache.
     """
     unchanged = [layer for layer, entry in enumerate(entries_of(config)) if entry.kind is None]
-    form = "a cache in another form than plain keys and values"
+    form = "a cache that is not of plain keys and values"
     check_full_attention(config, form, unchanged if config.kv_cache is None else ())
     for index, layer in enumerate(decoder.layers):
         attention = layer.self_attn

@@ -69,7 +69,7 @@ class SurgeryConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if self.base_model_type not in transformers.CONFIG_MAPPING:
-            raise ValueError(f"base_model_type is {self.base_model_type!r}, which this transformers does not know")
+            raise ValueError(f"base_model_type {self.base_model_type!r} is not supported by the installed transformers")
         # Passed to super(), not to the base config.
         runtime = {name: kwargs.pop(name) for name in RUNTIME_FIELDS if name in kwargs}
         # The family's own class fills in its defaults and translates legacy fields such as rope_theta and rope_scaling.
@@ -81,7 +81,7 @@ class SurgeryConfig(PreTrainedConfig):
             base[name] = base.pop(base_config.attribute_map[name])
         for name, families in _OTHER_ATTENTION.items():
             if base.get(name) is not None and self.base_model_type not in families:
-                raise ValueError(f"base_model_type {self.base_model_type!r} has {name}, which is not carried here")
+                raise ValueError(f"base_model_type {self.base_model_type!r} has {name}, which is not supported")
         own = {field.name for field in fields(self)} | set(IDENTITY_FIELDS)
         inherited = {name: value for name, value in base.items() if name not in own}
         if "auto_map" in kwargs:
@@ -170,7 +170,7 @@ def check_config(config: PreTrainedConfig) -> None:
 def _check_attention_layers(config: PreTrainedConfig) -> None:
     layers = config.attention_layers
     if len(layers) != config.num_hidden_layers:
-        raise ValueError(f"attention_layers has {len(layers)} entries for {config.num_hidden_layers} layers")
+        raise ValueError(f"attention_layers has {len(layers)} entries, must have {config.num_hidden_layers}")
     if not all(entry is None or loaded(KINDS.get(entry.get("kind"), ("parts",))[0]) for entry in layers):
         return
     entries: list[LayerEntry] = []
@@ -186,24 +186,24 @@ def _check_attention_layers(config: PreTrainedConfig) -> None:
 
 def _family_problem(config: PreTrainedConfig, entry: LayerEntry) -> str | None:
     if caches_latents(config) != (entry.kind == "cross_layer_mla"):
-        return f"{entry.kind}, and the base model's own is {'MLA' if caches_latents(config) else 'none'}"
+        return f"{entry.kind} does not fit a base model {'with' if caches_latents(config) else 'without'} MLA"
     if config.base_model_type in LEARNED_SINKS and entry.streams:
-        return "heads with learned sinks do not stream"
+        return "heads with learned sinks cannot stream"
     if config.base_model_type in OUTPUT_GATES and not entry.has_gate:
-        return f"{entry.kind} has no gate on its output"
+        return f"{entry.kind} does not support the output gate of {config.base_model_type}"
     return None
 
 
 def _check_kv_cache(config: PreTrainedConfig) -> None:
     layers = config.num_hidden_layers if config.attention_layers or isinstance(config.kv_cache, list) else 1
     if isinstance(config.kv_cache, list) and len(config.kv_cache) != layers:
-        raise ValueError(f"kv_cache has {len(config.kv_cache)} entries for {layers} layers")
+        raise ValueError(f"kv_cache has {len(config.kv_cache)} entries, must have {layers}")
     for layer in range(layers):
         kv_cache = config.kv_cache_of(layer)
         if kv_cache is None:
             continue
         if set(kv_cache) - _KV_CACHE_OPTIONS != {"format", "group", "window", "keys"}:
-            raise ValueError(f"kv_cache has keys {sorted(kv_cache)}, not format, group, keys, window")
+            raise ValueError(f"kv_cache has keys {sorted(kv_cache)}; format, group, keys and window are required")
         if loaded("quantized_cache"):
             SurgeryConfig.quantized_layer(config, layer)
             SurgeryConfig.streaming_codes(config, layer)

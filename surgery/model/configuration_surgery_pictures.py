@@ -38,7 +38,7 @@ class SurgeryPicturesConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if self.base_model_type not in CONFIG_MAPPING:
-            raise ValueError(f"base_model_type is {self.base_model_type!r}, which this transformers does not know")
+            raise ValueError(f"base_model_type {self.base_model_type!r} is not supported by the installed transformers")
         if not isinstance(self.text_config, SurgeryConfig):
             self.text_config = SurgeryConfig(**(self.text_config or {}))
         runtime = {name: kwargs.pop(name) for name in (*RUNTIME_FIELDS, "auto_map") if name in kwargs}

@@ -56,8 +56,8 @@ class ConvertedModel:
             ValueError: always.
         """
         raise ValueError(
-            "transformers' continuous batching keeps keys and values of one shape in pages, and this model caches "
-            "something else: use generate() with a padded batch, or vLLM with the plugin of model-surgery"
+            "continuous batching is not supported, as its pages hold keys and values and this model caches "
+            "something else; use generate() with a padded batch, or vLLM with the plugin of model-surgery"
         )
 
     @classmethod
@@ -70,8 +70,8 @@ class ConvertedModel:
             ValueError: always.
         """
         raise ValueError(
-            "engines cannot run this model by transformers' classes, which would not use its smaller cache; vLLM "
-            "runs it by the plugin of model-surgery: install model-surgery in vLLM's environment"
+            "this model cannot run on transformers' classes in an engine, which would not use its smaller cache; "
+            "install model-surgery in vLLM's environment to use its plugin"
         )
 
     @torch.no_grad()
@@ -161,11 +161,11 @@ def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call
             part("compact_caches").use_layers(config, decoder, call, training=training, padded=compact)
         return
     if any(entry.shares_cache for entry in entries_of(config)):
-        raise ValueError("layers that share a cache cannot keep several documents of a row apart: pass one a row")
+        raise ValueError("packed documents are not supported with shared caches; pass one document per row")
     if not all(hasattr(layer, "self_attn") for layer in decoder.layers):
-        raise ValueError("layers that keep a state cannot keep several documents of a row apart: pass one a row")
+        raise ValueError("packed documents are not supported with recurrent layers; pass one document per row")
     if is_flash(implementation) and len(new_tokens(call)) > 1:
-        raise ValueError("FlashAttention reads documents off the positions of one row alone: pass a batch of one row")
+        raise ValueError("packed documents with FlashAttention need a batch size of 1")
     if has_own_cache:
         call["documents"] = documents
 

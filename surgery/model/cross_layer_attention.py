@@ -56,7 +56,7 @@ class GroupMember(Accelerated, nn.Module):
         layer = None if cache is None else cache.layers[self.layer_idx]
         if not isinstance(layer, GroupLayer):
             raise ValueError(
-                f"layer {self.layer_idx} shares a basis with other layers and needs their cache: call the whole model, "
+                f"layer {self.layer_idx} shares a basis with other layers and needs their cache; call the whole model, "
                 "without gradient checkpointing"
             )
         return layer

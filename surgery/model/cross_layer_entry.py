@@ -40,19 +40,19 @@ class GroupEntry(LayerEntry):
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the group, and its combination with the other layers."""
         if self._group(index, entries) != [replace(self._shared(), place=place) for place in range(self.group_size)]:
-            return f"not one of a group of {self.group_size} layers with equal entries"
+            return f"its group must have {self.group_size} adjacent layers with equal entries"
         counts = [getattr(self, name, None) for name in ("rank", "key_rank", "value_rank", "block")]
         if any(count is not None and count < 1 for count in counts):
             return "ranks and block must be at least 1"
         if any(getattr(self, name, 0) < 0 for name in ("sinks", "window", "kept")):
-            return "sinks, window and kept cannot be negative"
+            return "sinks, window and kept must be at least 0"
         blocks = {entry.block for entry in entries if entry.shares_cache}
         if len(blocks) > 1:
-            return f"groups with blocks of {sorted(map(str, blocks))} tokens cannot run together"
+            return f"all groups must have the same block, not {sorted(map(str, blocks))}"
         if config.kv_cache is not None:
-            return "layers that share a cache cannot quantize it, leave kv_cache out"
+            return "kv_cache is not supported with shared caches; leave it out"
         if any(entry.streams or entry.has_window for entry in entries):
-            return "layers that share a cache cannot stand beside streaming ones or exact windows"
+            return "shared caches are not supported next to streaming layers or residual windows"
         return None
 
     def _group(self, index: int, entries: Sequence[LayerEntry]) -> list[LayerEntry]:
@@ -150,5 +150,5 @@ class MergedPairEntry(GroupEntry):
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the pair."""
         if self.group_size != 2:
-            return f"pairs are groups of 2, not of {self.group_size}"
+            return f"group_size must be 2 for merged pairs, not {self.group_size}"
         return super().problem(config, index, entries)

@@ -24,7 +24,7 @@ class ExactWindowLayer(CompactLayer):
         exact: layer of the full-precision keys and values of the first `sinks` and the last `window` - 1 tokens.
     """
 
-    form = "a cache of latents with an exact window"
+    form = "a cache of latents with a residual window"
 
     def __init__(self, sinks: int, window: int, latents: CompactLayer | None = None) -> None:
         """Make an empty layer; a window of 1 is the query's own token, and `latents` is a plain layer by default.

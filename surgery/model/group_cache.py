@@ -92,7 +92,7 @@ class GroupLayer(CompactLayer):
         """Make an empty layer; ValueError unless `block` ≥ 1, `sinks` ≥ 0 and `window` ≥ 0."""
         super().__init__()
         if (block is not None and block < 1) or sinks < 0 or window < 0:
-            raise ValueError(f"blocks of {block} tokens with {sinks} sinks and a window of {window} are impossible")
+            raise ValueError(f"block must be at least 1, sinks and window at least 0, not {block}, {sinks}, {window}")
         self.store, self.place = store, place
         self.block, self.sinks, self.window = block, sinks, window
         self.seen = 0
@@ -113,7 +113,7 @@ class GroupLayer(CompactLayer):
         stop = self.seen + queries
         start = self._block_start(self.seen)
         if self.block is not None and stop > start + self.block:
-            raise ValueError(f"{queries} tokens from position {self.seen} on reach over a block of {self.block}")
+            raise ValueError(f"{queries} tokens from position {self.seen} on cross the end of a block of {self.block}")
         rebuilt_stop = min(start, stop - self.window)
         sinks = min(self.seen, self.sinks)
         exact = torch.cat(

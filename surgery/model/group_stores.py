@@ -42,7 +42,7 @@ class GroupStore:
             ValueError: an earlier layer of the group has not written the block.
         """
         if place != len(self._pending):
-            raise ValueError(f"layer {place} of a group wrote its tokens where layer {len(self._pending)} was expected")
+            raise ValueError(f"layer {place} of a group wrote its tokens before layer {len(self._pending)}")
         self._pending.append(tokens)
         if len(self._pending) == self.layers:
             pending, self._pending = self._pending, []
@@ -107,7 +107,7 @@ class SharedCodes(GroupStore):
     def write(self, place: int, tokens: Tensor) -> None:
         """Add a layer's contribution [B, 1, n tokens, r] to the latents of a block."""
         if place and len(self._pending) != 1:
-            raise ValueError(f"layer {place} of a group wrote its tokens before the first one")
+            raise ValueError(f"layer {place} of a group wrote its tokens before layer 0")
         self._pending = [tokens if place == 0 else self._pending[0] + tokens]
         if place == self.layers - 1:
             codes = self._pending.pop()

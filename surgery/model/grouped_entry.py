@@ -23,7 +23,7 @@ class GroupedEntry(LayerEntry):
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the number of KV heads."""
         if self.kv_heads < 1 or config.num_attention_heads % self.kv_heads:
-            return f"{config.num_attention_heads} query heads do not divide over {self.kv_heads} KV heads"
+            return f"{config.num_attention_heads} query heads must be a multiple of {self.kv_heads} KV heads"
         return None
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:

@@ -79,7 +79,7 @@ class StreamingLayer(SinkWindowLayer):
         """Make an empty layer; ValueError unless `sinks` ≥ 0, `recent` ≥ 1 and `compensated` ≥ 0."""
         super().__init__(sinks, recent)
         if compensated < 0:
-            raise ValueError(f"{compensated} compensated heads are impossible")
+            raise ValueError(f"compensated must be at least 0, not {compensated}")
         self.compensated, self.codes = compensated, codes
         self.key_sums: Tensor | None = None
         self.value_sums: Tensor | None = None
@@ -230,7 +230,7 @@ class HybridLayer(CompactLayer):
             ValueError: both parts are None.
         """
         if full is None and streaming is None:
-            raise ValueError("a hybrid layer without heads is impossible")
+            raise ValueError("a hybrid layer needs full or streaming heads")
         self.full, self.streaming = full, streaming
         self.full_heads, self.full_width = heads, width
         self.keys = self.values = None  # they are in the parts
@@ -298,7 +298,7 @@ class HybridLayer(CompactLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Raise ValueError: attention updates the parts."""
-        raise ValueError(f"{self.form} is filled by the model it belongs to, each part by its own update")
+        raise ValueError(f"{self.form} has no update of its own; attention updates its parts")
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen."""

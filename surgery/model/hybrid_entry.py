@@ -44,9 +44,9 @@ class HybridEntry(GroupedEntry):
             return problem
         heads, full, compensated = self.kv_heads, self.full_heads, self.compensated_heads
         if full < 0 or compensated < 0 or full + compensated > heads:
-            return f"{full} full and {compensated} compensated heads are not to be had of {heads} KV heads"
+            return f"full_heads {full} and compensated_heads {compensated} exceed {heads} KV heads or are negative"
         if sorted(self.head_order) != list(range(heads)):
-            return f"head_order is not the {heads} KV heads, each once"
+            return f"head_order must list each of the {heads} KV heads once"
         return window_problem(self.sinks, self.recent)
 
     def windows(self, config: Any) -> Windows:

@@ -62,7 +62,7 @@ class LatentRotaryEmbedding(nn.Module):
     def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute cos and sin [B, 1, T, ρ/2] in fp32 of position_ids [B, T], or [A, B, T] with A axes."""
         if position_ids.ndim == 3 and self.axes is None:
-            raise ValueError("positions of several axes: some rope_inv_freq are no frequencies of the family")
+            raise ValueError("position_ids with several axes: rope_inv_freq must hold the family's own frequencies")
         positions = position_ids[..., None]
         if position_ids.ndim == 3:
             positions = take(position_ids, self.axes, 0).permute(1, 2, 0)

@@ -95,17 +95,17 @@ class StockEntry(LayerEntry):
 
 def window_problem(sinks: int, recent: int) -> str | None:
     """Validate a window of the first and the last tokens; return an error message, or None if valid."""
-    message = f"a window of {recent} tokens with {sinks} sinks: at least 1 recent token and 0 sinks are needed"
+    message = f"recent must be at least 1 and sinks at least 0, not {recent} and {sinks}"
     return message if sinks < 0 or recent < 1 else None
 
 
 def codes_problem(entry: LayerEntry) -> str | None:
     """Validate the `codes` of a layer that caches latents; return an error message, or None if valid."""
     if entry.codes and entry.streams:
-        return "codes are of latents that are kept for all tokens, and some of these stream"
+        return "codes are not supported with streaming blocks"
     counts, rank = [channels for _, channels in entry.codes or ()], sum(entry.ranks)
     wrong = counts and (sum(counts) != rank or min(counts) < 1)
-    return f"codes {entry.codes} are not those of {rank} latents" if wrong else None
+    return f"codes {entry.codes} must add up to {rank} latents" if wrong else None
 
 
 def caches_latents(config: Any) -> bool:

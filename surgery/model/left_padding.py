@@ -85,13 +85,13 @@ def set_padding(cache: Cache, mask: Tensor | None, rows: int | None = None) -> L
             _assign(layers, LeftPadding([0] * rows))
         return None
     if getattr(mask, "ndim", None) != 2:
-        raise ValueError("the attention mask is a prepared one: with sinks and a window it must be [batch, tokens]")
+        raise ValueError("attention_mask must be 2D [batch, tokens] with sinks and a window")
     if past_length and (layer_padding is None or layer_padding.most < past_length):
         if layer_padding and (
             layer_padding.has_gaps
             or (mask.shape[1] > past_length + 1 and _contradicts(mask[:, :past_length], layer_padding))
         ):
-            raise ValueError("the attention mask has padding after a row's first token: pad on the left")
+            raise ValueError("attention_mask has padding after a row's first token; pad on the left")
         return None
     padding = LeftPadding.of_mask(mask)
     _assign(layers, padding)
@@ -114,7 +114,7 @@ def layer_of(
     layer = new if cache is None else cache.layers[index]
     if not isinstance(layer, type(new)):
         raise ValueError(
-            f"layer {index} keeps {new.form} and was given a {type(layer).__name__}: "
+            f"layer {index} uses {new.form}, not a {type(layer).__name__}; "
             "pass no cache, an empty DynamicCache, or the cache that the model returned"
         )
     if layer.padding is None:

@@ -94,36 +94,36 @@ class LowRankEntry(LayerEntry):
             return "a block's rank must be at least 1"
         for name in ("keys", "values"):
             if sorted(head for block in self.blocks for head in getattr(block, name)) != heads:
-                return f"the blocks' {name} are not the {len(heads)} KV heads, each once"
+                return f"the blocks' {name} must list each of the {len(heads)} KV heads once"
         if self.sinks and not self.window:
-            return "sinks need a window of at least 1"
+            return "sinks require a window of at least 1"
         return None
 
     def _sharing_problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         first = index - self.shared_layers
         if first < 0 or (self.shared_layers and len(self.blocks) > 1):
-            return "shared_layers needs that many layers before it, and one block"
+            return "shared_layers requires that many layers before this one, and a single block"
         earlier = entries[first:index]
         if any(other.kind != self.kind for other in earlier):
-            return "shared_layers counts low_rank layers only"
+            return "shared_layers may count low_rank layers only"
         if any(other.streams for other in earlier):
-            return "shared_layers counts layers that keep the latents of all tokens only"
+            return "shared_layers may not count layers with streaming blocks"
         types = getattr(config, "layer_types", None)
         if types is not None and len(set(types[first : index + 1])) > 1:
-            return "latents are shared between layers of one window only"
+            return "layers that share latents must have the same layer type"
         shared = sum(sum(other.ranks) for other in earlier)
         if shared != self.shared_rank:
-            return f"shared_rank is {self.shared_rank}, the layers before have {shared}"
+            return f"shared_rank is {self.shared_rank}, but the ranks of the shared layers add up to {shared}"
         return None
 
     def _streaming_problem(self) -> str | None:
         numbers, blocks = self.streaming.blocks, self.blocks
         if not numbers or len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(len(blocks))):
-            return f"streaming blocks {list(numbers)} are not some of the {len(blocks)} blocks, each once"
+            return f"streaming blocks {list(numbers)} must be distinct indices below {len(blocks)}"
         keys = sorted(head for number in numbers for head in blocks[number].keys)
         values = sorted(head for number in numbers for head in blocks[number].values)
         if keys != values:
-            return f"streaming blocks hold the keys of heads {keys} and the values of heads {values}, not of the same"
+            return f"streaming blocks must hold keys and values of the same heads, not {keys} and {values}"
         if self.window or self.shared_layers:
-            return "latents that stream have no exact window and no shared_layers"
+            return "streaming blocks are not supported with window or shared_layers"
         return window_problem(self.streaming.sinks, self.streaming.recent)

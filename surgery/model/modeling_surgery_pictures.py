@@ -30,9 +30,9 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
     def __init__(self, config: SurgeryPicturesConfig):
         text = config.text_config
         if text.attention_layers is None:
-            raise ValueError("text_config has no attention_layers: it describes no converted model")
+            raise ValueError("attention_layers is missing from text_config; this is not a converted model")
         if any(entry.shares_cache for entry in entries_of(text)):
-            raise ValueError("text_config: layers that share a cache are not for vision-language models")
+            raise ValueError("text_config: shared caches are not supported in vision-language models")
         self._take_attention(text, MODEL_MAPPING[type(text.base_config())])
         base = config.base_config()
         super().__init__(base)

@@ -38,7 +38,7 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
         return None
     if (documents := call.pop("documents", None)) is not None:
         if call.get("attention_mask") is not None or keeps_cache(decoder, call):
-            raise ValueError("several documents a row: pass use_cache=False, and no attention mask")
+            raise ValueError("packed documents: pass use_cache=False and no attention mask")
         return [list(row) for row in documents]
     row_starts = _document_starts(call, rows, length, tokens.device)
     if row_starts is not None and call.get("position_ids") is None:
@@ -56,19 +56,17 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     elif mask is not None:
         return None  # the caller's own mask
     if row_starts is not None and not torch.equal(row_starts, starts.expand_as(row_starts)):
-        raise ValueError("position_ids start again elsewhere than cu_seq_lens_q or seq_idx says: pass one of them")
+        raise ValueError("position_ids and cu_seq_lens_q or seq_idx mark different documents; pass one of them")
     if not starts[:, 1:].any():
         return None
     if mask is not None:
         if not mask.all():
-            raise ValueError(
-                "a row holds several documents and padding: pass position_ids that start again, and no attention mask"
-            )
+            raise ValueError("packed documents with padding are not supported; pass position_ids and no attention mask")
         call["attention_mask"] = None
     if keeps_cache(decoder, call):
         raise ValueError(
-            "position_ids start again within a row, and a cache cannot keep several documents of a row apart: "
-            "pass use_cache=False, or one document a row"
+            "position_ids restart within a row, and packed documents cannot be cached; "
+            "pass use_cache=False, or one document per row"
         )
     return [_spans(row) for row in starts.cpu()]
 
@@ -87,7 +85,7 @@ def _document_starts(call: Call, rows: int, length: int, device: torch.device) -
     if (ends := call.get("cu_seq_lens_q")) is None:
         return None
     if ends[-1] != rows * length:
-        raise ValueError(f"cu_seq_lens_q ends at {int(ends[-1])}, and the call has {rows * length} tokens")
+        raise ValueError(f"cu_seq_lens_q ends at {int(ends[-1])}, but the call has {rows * length} tokens")
     starts = torch.zeros(rows * length, dtype=torch.bool, device=device)
     starts[ends[:-1].long()] = True
     starts = starts.view(rows, length)

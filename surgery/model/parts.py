@@ -51,7 +51,7 @@ def part(name: str) -> ModuleType:
     """
     if (module := loaded(name)) is None:
         raise ValueError(
-            f"the code next to the weights has no {name}.py, which config.json asks for: "
+            f"{name}.py, which config.json requires, is missing from the code next to the weights; "
             "take both from one checkpoint, or import surgery"
         )
     return module
@@ -71,7 +71,7 @@ def entry_of(entry: Mapping[str, Any] | None) -> LayerEntry:
     if entry is None:
         return StockEntry()
     if (kind := entry.get("kind")) not in KINDS:
-        raise ValueError(f"kind {kind!r} is none of {list(KINDS)}")
+        raise ValueError(f"unknown kind {kind!r}; choose from {list(KINDS)}")
     module, name = (entry.get("streaming") and STREAMING_KINDS.get(kind)) or KINDS[kind]
     return getattr(part(module), name).from_entry(entry)
 

@@ -76,14 +76,14 @@ class QuantizedKVLayer(CompactLayer):
         formats = [format, *([] if value_format in (None, EXACT) else [value_format]), *(each for each, _ in spans)]
         for each in formats:
             if each not in BITS:
-                raise ValueError(f"a KV cache of {each!r}: {', '.join(BITS)} are possible")
+                raise ValueError(f"unknown format {each!r} of a quantized KV cache; choose from {', '.join(BITS)}")
             if group < 1 or group % PACKED[each] or window < 0 or sinks < 0:
                 raise ValueError(
-                    f"a KV cache of {each} with group {group}, window {window} and {sinks} sinks: a group must be a "
-                    f"positive multiple of {PACKED[each]}, a window and sinks at least 0"
+                    f"KV cache of {each} with group {group}, window {window} and sinks {sinks}: group must be a "
+                    f"positive multiple of {PACKED[each]}, window and sinks at least 0"
                 )
         if keys not in KEYS:
-            raise ValueError(f"keys quantized by {keys!r}: by {' or '.join(KEYS)} is possible")
+            raise ValueError(f"unknown keys {keys!r} of a quantized KV cache; choose {' or '.join(KEYS)}")
         self.format, self.group, self.window, self.keys_by = format, group, window, keys
         self.sinks, self.value_format = sinks, value_format or format
         self.spans, self.clip = tuple((each, channels) for each, channels in spans), clip
@@ -259,7 +259,7 @@ class SpannedCodes:
         """
         self.widths = [channels for _, channels in spans]
         if sum(self.widths) != like.shape[-1]:
-            raise ValueError(f"codes of {sum(self.widths)} channels, and tokens have {like.shape[-1]}")
+            raise ValueError(f"spans have {sum(self.widths)} channels, but tokens have {like.shape[-1]}")
         slices = like.split(self.widths, dim=-1)
         formats = [format for format, _ in spans]
         self.parts = [

@@ -41,8 +41,8 @@ class QuantizedLatentEntry(LatentEntry):
         if self.kv_lora_rank < 1:
             return "kv_lora_rank must be at least 1"
         if self.codes is not None:
-            return "codes are of a cache in groups of tokens, and this one has latent_runs and rope_runs"
+            return "codes are not supported; latent_runs and rope_runs set the format"
         if self.first_tokens < 0:
-            return f"first_tokens is {self.first_tokens}, and must be at least 0"
+            return f"first_tokens must be at least 0, not {self.first_tokens}"
         latent = runs_problem(self.latent_runs, self.kv_lora_rank)
         return latent or runs_problem(self.rope_runs, self.rope_dim)

@@ -36,7 +36,7 @@ class QuantizedLowRankEntry(LowRankEntry):
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the blocks, shared latents, the runs and the number of first tokens."""
         if self.codes or self.streaming or self.window:
-            return "packed rows have no codes, streaming blocks or window"
+            return "codes, streaming and window are not supported with packed rows"
         if self.first_tokens < 0:
-            return f"first_tokens is {self.first_tokens}, and must be at least 0"
+            return f"first_tokens must be at least 0, not {self.first_tokens}"
         return super().problem(config, index, entries) or runs_problem(self.latent_runs, sum(self.ranks))

@@ -143,7 +143,7 @@ class SinkWindowLayer(CompactLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Raise ValueError: the mask that transformers would make from the sizes is wrong."""
         raise ValueError(
-            f"{self.form} needs its own attention mask: use the model that surgery.eval.variants.sink_window gives"
+            f"{self.form} needs its own attention mask: use the model from surgery.eval.variants.sink_window"
         )
 
     def reset(self) -> None:

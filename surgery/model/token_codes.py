@@ -27,9 +27,9 @@ class TokenCodes:
             ValueError: another format, or a group below 1.
         """
         if format not in BITS:
-            raise ValueError(f"streaming heads as {format!r}: {', '.join(BITS)} are possible")
+            raise ValueError(f"unknown format {format!r} of streaming heads; choose from {', '.join(BITS)}")
         if group < 1:
-            raise ValueError(f"streaming heads with groups of {group} channels: at least 1 is needed")
+            raise ValueError(f"group of streaming heads must be at least 1, not {group}")
         self.format, self.group = format, group
 
     @classmethod

@@ -78,9 +78,9 @@ def runs_problem(runs: Runs, channels: int) -> str | None:
     """Check that runs describe `channels` channels; return an error message, or None if they do."""
     for pattern, count in runs:
         if pattern not in PATTERNS:
-            return f"pattern {pattern!r} is none of {', '.join(PATTERNS)}"
+            return f"unknown pattern {pattern!r}; choose from {', '.join(PATTERNS)}"
         if not isinstance(count, int) or count < 2 or count % 2:
-            return f"a run of {count} bytes of {pattern}: an even number of at least 2 is needed"
+            return f"a run of {pattern} must have an even number of bytes, at least 2, not {count}"
     if (room := TokenFormat(runs).channels) != channels:
-        return f"runs hold {room} channels, and there are {channels}"
+        return f"runs hold {room} channels, must hold {channels}"
     return None

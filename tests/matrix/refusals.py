@@ -18,12 +18,12 @@ LOADING: dict[tuple[str, str], str] = {
 """Aspects of tests/matrix/test_loading.py."""
 
 RUNNING: dict[tuple[str, str], str] = {
-    **{("packed", name): "share a cache cannot keep several documents" for name in CROSS_LAYER},
+    **{("packed", name): "packed documents are not supported with shared caches" for name in CROSS_LAYER},
     **{("assisted", name): "cache that can be cropped" for name in COMPACT},
     **{("prompt_lookup", name): "cache that can be cropped" for name in COMPACT},
     **{("static", name): "cannot continue" for name in COMPACT},
-    **{("attentions", name): "stream and give no weights" for name in STREAMING},
-    **{("attentions", name): "attentions and router logits differ" for name in CROSS_LAYER},
-    **{("flash", name): "mask of its own" for name in (*OWN_MASKS, *CROSS_LAYER)},
+    **{("attentions", name): "have no weights over all tokens" for name in STREAMING},
+    **{("attentions", name): "output_attentions and output_router_logits need unshared caches" for name in CROSS_LAYER},
+    **{("flash", name): "needs its own mask" for name in (*OWN_MASKS, *CROSS_LAYER)},
 }
 """Aspects of tests/matrix/test_running.py."""

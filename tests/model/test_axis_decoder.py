@@ -53,7 +53,7 @@ def test_every_pair_turns_by_its_axis():
 def test_frequencies_of_no_axis_turn_text_alone():
     model, inputs = model_of(latent([0.5, 0.123])), prompt("qwen3_vl")
     assert model(inputs["input_ids"][:, :8]).logits.isfinite().all()
-    with pytest.raises(ValueError, match="no frequencies of the family"):
+    with pytest.raises(ValueError, match="must hold the family's own frequencies"):
         model(**inputs)
 
 
@@ -100,7 +100,7 @@ def test_copies_and_saved_models_compute_the_same(tmp_path, entry):
 
 def test_a_wrapper_of_nothing_converted_is_refused():
     config = SurgeryPicturesConfig(base_model_type="llava", text_config={"base_model_type": "llama"})
-    with pytest.raises(ValueError, match="describes no converted model"):
+    with pytest.raises(ValueError, match="this is not a converted model"):
         SurgeryForPicturesAndText(config)
-    with pytest.raises(ValueError, match="which this transformers does not know"):
+    with pytest.raises(ValueError, match="is not supported by the installed transformers"):
         SurgeryPicturesConfig(base_model_type="nothing")

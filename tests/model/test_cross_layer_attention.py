@@ -190,7 +190,7 @@ def test_other_caches_and_prepared_masks_are_refused(model):
     for cache in (StaticCache(config=model.config, max_cache_len=32), full):
         with pytest.raises(ValueError, match="cannot continue"):
             model(text(1), past_key_values=cache)
-    with pytest.raises(ValueError, match="not a prepared one"):
+    with pytest.raises(ValueError, match="need a 2D attention_mask"):
         model(text(), attention_mask=torch.zeros(2, 1, 23, 23))
     with pytest.raises(ValueError, match="needs their cache"):
         model.model.layers[0].self_attn(torch.zeros(1, 4, 32))
@@ -199,12 +199,12 @@ def test_other_caches_and_prepared_masks_are_refused(model):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([{**STATIC, "place": 0}, None], "not one of a group of 2"),
+        ([{**STATIC, "place": 0}, None], "its group must have 2 adjacent layers"),
         ([{**STATIC, "place": 0}, {**STATIC, "place": 1, "rank": 5}], "equal entries"),
         ([{**STATIC, "place": i, "rank": 0} for i in (0, 1)], "ranks and block"),
-        ([{**STATIC, "place": i, "window": -1} for i in (0, 1)], "cannot be negative"),
-        ([{**PAIRS, "group_size": 1, "place": 0}] * 2, "pairs are groups of 2"),
-        ([{**STATIC, "group_size": 1, "block": b, "place": 0} for b in (2, 4)], "cannot run together"),
+        ([{**STATIC, "place": i, "window": -1} for i in (0, 1)], "must be at least 0"),
+        ([{**PAIRS, "group_size": 1, "place": 0}] * 2, "group_size must be 2"),
+        ([{**STATIC, "group_size": 1, "block": b, "place": 0} for b in (2, 4)], "must have the same block"),
     ],
 )
 def test_groups_that_make_no_sense_are_refused(entries, message):

@@ -145,11 +145,11 @@ LAYER = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [], "key_norm_eps
 REFUSED = {
     "has attn_logit_softcapping": {"attn_logit_softcapping": 50.0},
     "has final_logit_softcapping": {"final_logit_softcapping": 30.0},
-    "entries for 3 layers": {"num_hidden_layers": 3, "attention_layers": [LAYER] * 2},
+    "2 entries, must have 3": {"num_hidden_layers": 3, "attention_layers": [LAYER] * 2},
     "at least 1": {"num_hidden_layers": 1, "attention_layers": [{**LAYER, "kv_lora_rank": 0}]},
     "has keys": {"num_hidden_layers": 1, "attention_layers": [{"kind": "latent", "kv_lora_rank": 4}]},
     "has no k_norm": {"num_hidden_layers": 1, "attention_layers": [{**LAYER, "key_norm_eps": 1e-6}]},
-    "no attention_layers": {"num_hidden_layers": 1},
+    "attention_layers is missing": {"num_hidden_layers": 1},
 }
 
 

@@ -94,7 +94,7 @@ def test_a_layer_alone_is_that_layer(mixture):
 @pytest.mark.parametrize(
     ("kv_cache", "message"),
     [
-        ([INT4, None], "2 entries for 4 layers"),
+        ([INT4, None], "2 entries, must have 4"),
         ([{"format": "int4"}, None, None, None], "kv_cache has keys"),
         ([None, INT4 | {"format": "int5"}, None, None], "int5"),
     ],

@@ -299,7 +299,7 @@ def test_caches_of_several_formats(more, keys):
 
 
 def test_spans_of_other_channels_are_refused():
-    with pytest.raises(ValueError, match="16 channels, and tokens have 12"):
+    with pytest.raises(ValueError, match="16 channels, but tokens have 12"):
         QuantizedKVLayer("int4", 16, spans=SPANS).update(states(dim=12), states(dim=12))
     with pytest.raises(ValueError, match="int5"):
         QuantizedKVLayer("int4", spans=(("int5", 4),))
