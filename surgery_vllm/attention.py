@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         world_size, heads = get_tensor_model_parallel_world_size(), config.num_attention_heads
         if heads % world_size:
-            raise ValueError(f"{heads} query heads do not divide over {world_size} processes")
+            raise ValueError(f"{heads} query heads must be a multiple of {world_size} tensor-parallel processes")
         hidden, width = config.hidden_size, latent.kv_lora_rank + latent.rope_dim
         gains = self.key_gains = latent.key_gains(config)
         self.heads = heads // world_size
@@ -116,7 +116,7 @@ class LatentAttention(nn.Module):
     def _local_gains(self, heads_of_gain: int) -> slice:
         """Return the slice of the gains for the heads of this process."""
         if self.heads % heads_of_gain:
-            raise ValueError(f"{self.heads} query heads of a process are no whole groups of {heads_of_gain}")
+            raise ValueError(f"{self.heads} query heads per process must be a multiple of {heads_of_gain}")
         count = self.heads // heads_of_gain
         first = count * get_tensor_model_parallel_rank()
         return slice(first, first + count)
@@ -129,7 +129,7 @@ class LatentAttention(nn.Module):
         # The loader would silently drop a bias that the layer does not have.
         unknown = {name for name, _ in weights} - self.state_dict().keys()
         if unknown:
-            raise ValueError(f"the checkpoint has {', '.join(sorted(unknown))} in an attention layer that has none")
+            raise ValueError(f"unexpected attention tensors in the checkpoint: {', '.join(sorted(unknown))}")
         return AutoWeightsLoader(self).load_weights(weights)
 
 

@@ -75,7 +75,7 @@ def earlier_caches(name: str, count: int) -> tuple[VectorCache, ...]:
     names = [name.replace(f".{number}.", f".{earlier}.", 1) for earlier in range(number - count, number)]
     if any(earlier not in layers for earlier in names):
         raise ValueError(
-            f"layer {number} reads the latents of the {count} before it, of which another process has some: "
+            f"layer {number} reads the latents of {count} layers before it, some of them in another process; "
             "leave --pipeline-parallel-size out"
         )
     return tuple(layers[earlier] for earlier in names)

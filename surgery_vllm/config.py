@@ -53,7 +53,7 @@ def check_version() -> None:
     version = _vllm_version()
     if version is not None and ".".join(version.split(".")[:2]) not in TESTED and os.environ.get(ANY_VERSION) != "1":
         raise ValueError(
-            f"model-surgery's plugin was tested with vLLM {', '.join(TESTED)} and this is {version}: "
+            f"model-surgery's plugin is tested with vLLM {', '.join(TESTED)}, not {version}; "
             f"install one of those, or set {ANY_VERSION}=1 to try it"
         )
 

@@ -128,6 +128,6 @@ def check(vllm_config: VllmConfig) -> None:
     if vllm_config.parallel_config.world_size > 1:
         raise ValueError("model-surgery's plugin serves hybrid heads in one process: leave parallel sizes at 1")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        raise ValueError("hybrid heads need its hybrid KV cache manager: leave out --disable-hybrid-kv-cache-manager")
+        raise ValueError("hybrid heads need the hybrid KV cache manager: leave out --disable-hybrid-kv-cache-manager")
     if vllm_config.speculative_config is not None:
         raise ValueError("model-surgery's plugin does not serve hybrid heads with --speculative-config; leave it out")

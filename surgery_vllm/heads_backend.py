@@ -52,7 +52,7 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
         recent: int | None,
     ):
         if is_quantized_kv_cache(kv_cache_dtype):
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: keys and values are cached as they are, leave it out")
+            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: not supported with hybrid heads; leave it out")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale

@@ -58,7 +58,7 @@ class LatentRows(RowCache):
     def refusal(self) -> str | None:
         """Return why no kernel runs the steps of this loaded layer; None if one does."""
         pairs = self.quantizer.step[self.entry.kv_lora_rank :].view(-1, 2)
-        return None if torch.equal(pairs[:, 0], pairs[:, 1]) else "rotated pairs with two steps"
+        return None if torch.equal(pairs[:, 0], pairs[:, 1]) else "rotary pairs with two quantization steps"
 
     def pack(self, vectors: Tensor) -> Tensor:
         """Pack values and gains [T, r + ρ + G] into rows [T, bytes], by a kernel if steps run in one."""

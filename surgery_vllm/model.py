@@ -65,7 +65,7 @@ class SurgeryForCausalLM(LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         if vllm_config.quant_config is not None:
-            raise ValueError("model-surgery's plugin does not serve quantized weights; leave --quantization out")
+            raise ValueError("model-surgery's plugin does not support quantized weights; leave --quantization out")
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=SurgeryDecoderLayer)
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = SurgeryDecoderLayer):

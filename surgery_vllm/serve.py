@@ -45,7 +45,7 @@ def check(model: str, host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise Refused(f"port {port} of {host or 'this machine'}: {error.strerror}; --port takes another") from None
+            raise Refused(f"port {port} of {host or 'this machine'}: {error.strerror}; choose another --port") from None
 
 
 def _check_config(model: str) -> None:
@@ -57,7 +57,7 @@ def _check_config(model: str) -> None:
     try:
         config, _ = PreTrainedConfig.get_config_dict(model)
         if not config:
-            raise Refused(f"{model}: no checkpoint, as there is no config.json")
+            raise Refused(f"{model}: not a checkpoint; config.json is missing")
         if config.get("model_type") == SurgeryConfig.model_type:
             _check_plugin()
             SurgeryConfig.from_dict(config)
@@ -68,7 +68,7 @@ def _check_config(model: str) -> None:
 def _check_plugin() -> None:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
-        raise Refused(f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}, which serves this checkpoint")
+        raise Refused(f"VLLM_PLUGINS={allowed} leaves out {PLUGIN}, which this checkpoint needs; add it")
     if PLUGIN not in entry_points(group=GROUP).names:
         raise Refused("vLLM does not find the plugin of model-surgery: install model-surgery in this environment")
 

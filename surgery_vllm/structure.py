@@ -24,7 +24,7 @@ SERVED = {
 NOT_SERVED = {
     "streaming": "streaming",
     "codes": "codes",
-    "window": "a window of exact tokens",
+    "window": "a residual window",
     "compensated_heads": "compensation",
 }
 """Entry fields that must be empty, and their display names."""
@@ -38,7 +38,7 @@ class NotServed(ValueError):
     """
 
     def __init__(self, what: str):
-        super().__init__(f"model-surgery's plugin for vLLM does not serve {what}; transformers runs this checkpoint")
+        super().__init__(f"model-surgery's plugin for vLLM does not support {what}; use transformers for it")
         self.what = what
 
 
@@ -51,21 +51,21 @@ def attention_of_layers(config: Any) -> list[LayerEntry]:
         NotServed: the plugin cannot run the model, or would compute something else.
     """
     if config.base_model_type not in FAMILIES:
-        raise NotServed(f"the family {config.base_model_type}")
+        raise NotServed(f"model family {config.base_model_type}")
     activation = getattr(config, "hidden_act", "silu")
     if activation != "silu":
-        raise NotServed(f"the activation {activation}")
+        raise NotServed(f"activation {activation}")
     if config.kv_cache is not None:
-        raise NotServed("a cache quantized by kv_cache")
+        raise NotServed("a KV cache quantized by kv_cache")
     if windowed(config):
-        raise NotServed("attention windows")
+        raise NotServed("sliding windows")
     for layer, entry in enumerate(config.attention_layers):
         if entry is not None and entry.get("kind") not in SERVED:
             raise NotServed(f"attention of kind {entry.get('kind')!r} (layer {layer})")
     try:
         entries = [entry_of(entry) for entry in config.attention_layers]
     except ValueError as error:
-        raise NotServed(f"attention_layers as config.json has them: {error}") from None
+        raise NotServed(f"attention_layers of this config.json: {error}") from None
     layers = [GroupedEntry(kv_heads=kv_heads_of(config)) if entry.kind is None else entry for entry in entries]
     for layer, entry in enumerate(layers):
         for name, feature in NOT_SERVED.items():
@@ -73,7 +73,7 @@ def attention_of_layers(config: Any) -> list[LayerEntry]:
                 raise NotServed(f"{SERVED[entry.kind]} with {feature} (layer {layer})")
     in_bits = [entry for entry in layers if entry.quantizes]
     if in_bits and len(in_bits) < len(layers):  # all layers share the blocks of one KV cache group
-        raise NotServed(f"{SERVED[in_bits[0].kind]} beside other layers")
+        raise NotServed(f"{SERVED[in_bits[0].kind]} next to layers of other kinds")
     if any(entry.kind == "hybrid" for entry in layers):
         return _with_streaming_heads(layers)
     for layer, entry in enumerate(layers):
@@ -85,10 +85,10 @@ def attention_of_layers(config: Any) -> list[LayerEntry]:
 def _with_streaming_heads(layers: list[LayerEntry]) -> list[LayerEntry]:
     """Convert all entries to hybrid ones; the streaming heads of all layers form one KV cache group of one window."""
     if any(isinstance(layer, LatentEntry | LowRankEntry) for layer in layers):
-        raise NotServed("hybrid heads beside latents")
+        raise NotServed("hybrid heads next to latents")
     split = [layer if isinstance(layer, HybridEntry) else _whole(layer.kv_heads) for layer in layers]
     if len({(layer.sinks, layer.recent) for layer in split if layer.streaming_heads}) > 1:
-        raise NotServed("hybrid heads of several windows")
+        raise NotServed("hybrid heads with several windows")
     return split
 
 

@@ -47,7 +47,7 @@ class VectorImpl(AttentionImpl[PagedMetadata]):
         *unused: Any,
     ):
         if is_quantized_kv_cache(kv_cache_dtype):
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: latents are cached as they are, leave it out")
+            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: not supported for latents; leave it out")
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale = scale
         self.kv_cache_dtype = kv_cache_dtype

@@ -220,7 +220,7 @@ def test_a_conversion_is_shown_with_its_reasons(checkpoints, tmp_path, monkeypat
     code, output, err = run_main(monkeypatch, capsys, *arguments, "--kv-ratio", "0.5")
     assert code == 0
     assert "512 B" in output and "256 B, 50.0%" in output
-    assert "q/k-norm" in output and "refused: the model class of this package" in output
+    assert "q/k-norm" in output and "refused: does not support the custom model class" in output
     assert "not measured" in output
     assert str(tmp_path / "out") in output
     assert "\x1b" not in output and "convert" in err  # plain on a pipe, progress next to it

@@ -147,7 +147,7 @@ def test_report_and_card_say_what_it_is(converted):
         ("llama", {"kv_heads": 2}, "can become 1"),
         ("llama", {"kv_ratio": 0.25}, "convert --to mla instead"),
         ("llama", {"kv_ratio": 0.25, "allocate": "spectrum"}, "one at least"),
-        ("llama", {"carrier": "decilm"}, "no multiple of 256"),
+        ("llama", {"carrier": "decilm"}, "not a multiple of 256"),
     ],
 )
 def test_what_cannot_be_done_is_refused(checkpoints, tmp_path, name, settings, message):
@@ -252,11 +252,11 @@ def test_decilm(wide, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen2"}, "DeciLM is a Llama"),
+        ({"model_type": "qwen2"}, "DeciLM holds llama only"),
         ({"attention_bias": True}, "biases"),
-        ({"head_dim": 16}, "heads of 16 numbers"),
+        ({"head_dim": 16}, "head_dim is 16"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rotation"),
-        ({"intermediate_size": 48}, "48 is no multiple of 256; write --carrier own"),
+        ({"intermediate_size": 48}, "48 is not a multiple of 256; use --carrier own"),
     ],
 )
 def test_decilm_refuses_what_engines_would_read_otherwise(wide, change, message):

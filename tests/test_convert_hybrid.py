@@ -225,5 +225,5 @@ def test_what_is_impossible_is_refused_and_leaves_nothing(
 
 def test_a_hybrid_is_not_made_hybrid_again(conversions, pattern, tmp_path):
     settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5)
-    with pytest.raises(SurgeryError, match="stream already"):
+    with pytest.raises(SurgeryError, match="has streaming heads already"):
         convert_checkpoint(conversions("llama", ALL_STREAM).path, tmp_path / "two", settings)

@@ -107,7 +107,7 @@ def test_the_own_class_is_served_by_the_plugin():
     assert on_cpu["cache_bytes_per_token"] == 2 * (12 + 4 + 20 + 4)
     assert on_cuda["status"] == NOT_TRIED
     assert on_cuda["command"] == on_cpu["command"] == "python -m surgery_vllm.serve ckpt"
-    assert "installed beside vLLM" in on_cuda["reason"] and on_cuda["reason"].endswith("compiled, not run")
+    assert "installed next to vLLM" in on_cuda["reason"] and on_cuda["reason"].endswith("compiled, not run")
     narrow = verdict_of({**MLA, "kv_lora_rank": 400}, "vLLM on CPU")
     assert narrow["status"] == REFUSED and narrow["remedy"] == "convert --to mla --carrier own"
 
@@ -155,9 +155,9 @@ def test_rows_in_bits_have_bytes_per_token_in_any_dtype_and_first_tokens_per_req
 def test_what_the_plugin_does_not_serve_is_refused_by_name():
     entries = [{"kind": "cross_layer"}, None]
     for change, message in (
-        ({"base_model_type": "mixtral"}, "the family mixtral"),
+        ({"base_model_type": "mixtral"}, "model family mixtral"),
         ({"attention_layers": entries}, "attention of kind 'cross_layer' (layer 0)"),
-        ({"sliding_window": 16, "max_position_embeddings": 64}, "attention windows"),
+        ({"sliding_window": 16, "max_position_embeddings": 64}, "sliding windows"),
     ):
         for engine in ("vLLM on CPU", "vLLM on CUDA"):
             refused = verdict_of({**OWN, **change}, engine)
@@ -168,7 +168,7 @@ def test_what_the_plugin_does_not_serve_is_refused_by_name():
 def test_limits():
     assert mla_limits("vllm", 64, 64).head_sizes == (64, 64, 128)
     assert mla_limits("vllm", 96, 96).head_sizes == mla_limits("all", 128, 128).head_sizes == (128, 64, 128)
-    with pytest.raises(SurgeryError, match="heads of 256 numbers"):
+    with pytest.raises(SurgeryError, match="head size 256"):
         mla_limits("vllm", 256, 256)
 
 
@@ -210,7 +210,7 @@ def test_an_engine_without_tied_embeddings_gets_them_twice(checkpoints, tmp_path
 def test_fewer_heads_say_how_they_rotate_where_mlx_looks(checkpoints, tmp_path):
     source = checkpoints("llama3")
     assert (
-        "lacks beside rope_parameters"
+        "add them to config.json next to rope_parameters"
         in verdict_of(json.loads((source / "config.json").read_text()), "mlx-lm")["reason"]
     )
     path = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(kv_heads=1, calibration="none")).path
@@ -226,7 +226,7 @@ def test_doctor_speaks_of_the_demo(checkpoints, monkeypatch, capsys):
     assert code == 0 and json.loads(out)["kind"] == "llama"
 
 
-@pytest.mark.parametrize(("name", "message"), [("qwen2", "not exported"), ("mistral_window", "attention windows")])
+@pytest.mark.parametrize(("name", "message"), [("qwen2", "cannot be exported"), ("mistral_window", "sliding windows")])
 def test_export_refuses_by_name(name, message, checkpoints, tmp_path):
     with pytest.raises(SurgeryError, match=message):
         export_checkpoint(checkpoints(name), "llama.cpp", tmp_path / "x.gguf")

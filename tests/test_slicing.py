@@ -345,11 +345,11 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
     for source, ratio, message in (
         (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
-        (in_groups, 0.25, "quantized; slice the checkpoint that it was made of"),
+        (in_groups, 0.25, "quantized; slice its source"),
         (plain, 0.25, "the family's own attention"),
         (loss_increase, 0.25, "which surgery slice needs"),
         (old, 0.25, "does not say what its latents are worth"),
-        (real, 0.4, "pass a norm over all of them"),
+        (real, 0.4, "have a norm over all of them"),
         (joint, 0.5, "is no less"),
         (joint, 0.9, "is no less"),
         (joint, 0.01, "too small"),

@@ -249,23 +249,23 @@ def test_structures_that_it_serves():
         ({"base_model_type": "qwen3_moe"}, "family qwen3_moe"),
         ({"hidden_act": "gelu"}, "activation gelu"),
         ({"kv_cache": {"format": "int4"}}, "quantized by kv_cache"),
-        ({"sliding_window": 32}, "attention windows"),
-        ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "attention windows"),
+        ({"sliding_window": 32}, "sliding windows"),
+        ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
         ({"attention_layers": [None, CROSS_LAYER]}, "kind 'cross_layer' .layer 1."),
-        ({"attention_layers": [LOW_RANK | {"window": 4}]}, "low rank with a window of exact tokens"),
+        ({"attention_layers": [LOW_RANK | {"window": 4}]}, "low rank with a residual window"),
         (
             {"attention_layers": [LOW_RANK | {"streaming": {"blocks": [0], "sinks": 1, "recent": 4}}]},
             "low rank with streaming .layer 0.",
         ),
-        ({"attention_layers": [LOW_RANK, HYBRID]}, "hybrid heads beside latents"),
+        ({"attention_layers": [LOW_RANK, HYBRID]}, "hybrid heads next to latents"),
         ({"base_model_type": "qwen3"}, "grouped heads with q/k-norm"),
-        ({"attention_layers": [LATENT, HYBRID]}, "hybrid heads beside latents"),
-        ({"entry": ROWS}, "MLA in bits beside other layers"),
-        ({"attention_layers": [ROWS, None]}, "MLA in bits beside other layers"),
-        ({"attention_layers": [LOW_RANK_ROWS, LOW_RANK]}, "low rank in bits beside other layers"),
-        ({"attention_layers": [LOW_RANK_ROWS | {"window": 4}]}, "low rank in bits with a window of exact tokens"),
+        ({"attention_layers": [LATENT, HYBRID]}, "hybrid heads next to latents"),
+        ({"entry": ROWS}, "MLA in bits next to layers of other kinds"),
+        ({"attention_layers": [ROWS, None]}, "MLA in bits next to layers of other kinds"),
+        ({"attention_layers": [LOW_RANK_ROWS, LOW_RANK]}, "low rank in bits next to layers of other kinds"),
+        ({"attention_layers": [LOW_RANK_ROWS | {"window": 4}]}, "low rank in bits with a residual window"),
         ({"attention_layers": [HYBRID | {"compensated_heads": 1}]}, "hybrid heads with compensation .layer 0."),
-        ({"attention_layers": [HYBRID, HYBRID | {"sinks": 5}]}, "hybrid heads of several windows"),
+        ({"attention_layers": [HYBRID, HYBRID | {"sinks": 5}]}, "hybrid heads with several windows"),
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),
     ],
 )
@@ -277,7 +277,7 @@ def test_other_structures_are_refused_by_name(changes, message):
 @pytest.mark.parametrize("result", ["0.33.1", "0.3.2"])
 def test_another_vllm_is_refused(result, monkeypatch):
     monkeypatch.setattr(plugin_config, "_vllm_version", lambda: result)
-    with pytest.raises(ValueError, match=f"tested with vLLM 0.32 and this is {result}"):
+    with pytest.raises(ValueError, match=f"tested with vLLM 0.32, not {result}"):
         plugin_config.check_version()
     monkeypatch.setenv(plugin_config.ANY_VERSION, "1")
     plugin_config.check_version()

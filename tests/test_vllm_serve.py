@@ -75,7 +75,7 @@ def test_a_port_in_use(installed, model):
 
 
 def test_no_checkpoint(installed, tmp_path):
-    assert "no config.json" in refusal(str(tmp_path))
+    assert "config.json is missing" in refusal(str(tmp_path))
 
 
 LOG = """\

@@ -45,11 +45,11 @@ def choose_carrier(
         SurgeryError: ``choice`` is "stock", which cannot hold the conversion.
     """
     if choice == "own":
-        return Carrier(OwnMLA(spec), ("asked for",))
+        return Carrier(OwnMLA(spec), ("set by --carrier own",))
     if not obstacles:
         return Carrier(
-            StockMLA.choose(config, spec, latent_norm, head_sizes, tied), ("stock deepseek_v3 carries it exactly",)
+            StockMLA.choose(config, spec, latent_norm, head_sizes, tied), ("stock deepseek_v3 holds it exactly",)
         )
     if choice == "stock":
-        raise SurgeryError(f"stock deepseek_v3 cannot carry this model: {'; '.join(obstacles)}; use --carrier own")
+        raise SurgeryError(f"stock deepseek_v3 cannot hold this model: {'; '.join(obstacles)}; use --carrier own")
     return Carrier(OwnMLA(spec), tuple(obstacles))

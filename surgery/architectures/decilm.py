@@ -33,17 +33,17 @@ def check(source: dict[str, Any]) -> None:
     head_dim = source["hidden_size"] / source["num_attention_heads"]
     rope = _rope(source)
     if source["model_type"] != "llama":
-        problem = f"the source is a {source['model_type']!r}, DeciLM is a Llama"
+        problem = f"the source is a {source['model_type']!r}, DeciLM holds llama only"
     elif source.get("attention_bias") or source.get("mlp_bias"):
         problem = "the source has biases"
     elif (source.get("head_dim") or head_dim) != head_dim:
-        problem = f"heads of {source['head_dim']} numbers, llama.cpp takes them to have {head_dim:g}"
+        problem = f"head_dim is {source['head_dim']}, llama.cpp assumes {head_dim:g}"
     elif rope.get("rope_type", rope.get("type", "default")) not in ("default", "llama3"):
-        problem = "llama.cpp reads no rotation of its kind but default and llama3"
+        problem = "llama.cpp supports only RoPE types default and llama3"
     elif source["intermediate_size"] % WIDTH_MULTIPLE:
-        problem = f"its feed-forward width {source['intermediate_size']} is no multiple of {WIDTH_MULTIPLE}"
+        problem = f"its feed-forward width {source['intermediate_size']} is not a multiple of {WIDTH_MULTIPLE}"
     if problem:
-        raise SurgeryError(f"--carrier decilm: {problem}; write --carrier own")
+        raise SurgeryError(f"--carrier decilm: {problem}; use --carrier own")
 
 
 def config_with_heads(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _multiplier(source: dict[str, Any]) -> float:
     hidden, width = source["hidden_size"], source["intermediate_size"]
     multiplier = 1.5 * width / hidden
     if feed_forward_width(multiplier, hidden) != width:
-        raise SurgeryError(f"--carrier decilm: no multiplier gives the feed-forward width {width}; write --carrier own")
+        raise SurgeryError(f"--carrier decilm: no multiplier gives the feed-forward width {width}; use --carrier own")
     return multiplier
 
 

@@ -62,9 +62,9 @@ def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, bes
     elif not spec.uniform:
         reasons.append("ranks or frequencies differ between layers")
     if any((f == 0).any() for f in spec.inv_freq):
-        reasons.append("some of the source's rotary pairs stand still")
+        reasons.append("some of the source's rotary pairs have frequency 0")
     if min(len(f) for f in spec.inv_freq) == 0:
-        reasons.append("no rotary part is left")
+        reasons.append("no rotary dimensions are left")
     return reasons
 
 

@@ -25,7 +25,7 @@ from surgery.model.low_rank_entry import Block, LowRankEntry, StreamingBlocks
 from surgery.model.streaming_latent_entry import Streaming, StreamingLatentEntry
 from surgery.transforms.head_order import permute_heads
 
-REASON = "no stock class keeps some heads of a layer whole and a window of the others"
+REASON = "no stock class has full and streaming heads in one layer"
 
 
 @dataclass(frozen=True)
@@ -69,38 +69,36 @@ class StreamableModel:
         if config["model_type"] == "deepseek_v3":
             raise SurgeryError.at(
                 path,
-                "all heads of stock MLA share one latent, and a latent that one head needs stays: streaming "
-                "heads would save compute and no cache. Convert the source --to hybrid instead, or its source --to mla "
+                "all heads of stock MLA share one latent, so streaming "
+                "heads would save no cache; convert its source --to hybrid instead, or --to mla "
                 "--carrier own, whose layers can stream as a whole",
             )
         if config.get("kv_cache"):
-            raise SurgeryError.at(
-                path, "its KV cache is quantized; make the checkpoint that it was made of hybrid first"
-            )
+            raise SurgeryError.at(path, "its KV cache is quantized; convert its source --to hybrid instead")
         if config.get("base_model_type", config["model_type"]) in LEARNED_SINKS:
-            raise SurgeryError.at(path, "it has learned sinks, which streaming heads do not know; convert --to gqa")
+            raise SurgeryError.at(path, "streaming heads do not support its learned sinks; convert --to gqa")
         _, kv_heads, head_dim = head_shape(loaded)
         plain, units = SimpleNamespace(**config), []
         for layer, entry in enumerate(layer_entries(config)):
             if entry.streams:
-                raise SurgeryError.at(path, f"heads of layer {layer} stream already; convert what it was made of")
+                raise SurgeryError.at(path, f"layer {layer} has streaming heads already; convert its source")
             if entry.shares_cache or entry.quantizes:
                 raise SurgeryError.at(path, f"heads of {entry.kind} attention (layer {layer}) cannot stream")
             if isinstance(entry, LatentEntry):
                 layer_units = (Unit(tuple(range(kv_heads)), entry.width(plain)),)
             elif isinstance(entry, LowRankEntry):
                 if entry.has_window or entry.joined:
-                    raise SurgeryError.at(path, f"layer {layer} has a residual window or reads other layers' latents")
+                    raise SurgeryError.at(path, f"layer {layer} has a residual window or shared latents")
                 layer_units = _units_of_blocks(entry.blocks)
                 if len(layer_units) > 1 and config["base_model_type"] in NORM_OVER_HEADS:
-                    raise SurgeryError.at(path, f"the key norm of layer {layer} is over all heads, which stay together")
+                    raise SurgeryError.at(path, f"the key norm of layer {layer} spans all heads")
             else:
                 count = getattr(entry, "kv_heads", kv_heads)
                 layer_units = tuple(Unit((head,), 2 * head_dim) for head in range(count))
             units.append(layer_units)
         counts = {sum(len(unit.heads) for unit in layer_units) for layer_units in units}
         if len(counts) > 1:
-            raise SurgeryError.at(path, f"layers have {sorted(counts)} KV heads; a pattern has one number for all")
+            raise SurgeryError.at(path, f"layers differ in KV heads, {sorted(counts)}; a pattern needs one number")
         return cls(config, counts.pop(), head_dim, tuple(units))
 
     @property

@@ -94,7 +94,7 @@ def neutral_norm(kind: str, rank: int, dtype: torch.dtype) -> NeutralNorm:
         return tiny_norm(HALF_SCALE if dtype.itemsize <= 2 else WIDE_SCALE)
     if kind == "constant":
         return constant_norm(rank)
-    raise SurgeryError(f"unknown latent norm {kind!r}: choose tiny or constant")
+    raise SurgeryError(f"unknown latent norm {kind!r}; choose tiny or constant")
 
 
 def recognized_norm(weight: Tensor, bias: Tensor | None) -> NeutralNorm | None:

@@ -27,7 +27,7 @@ from surgery.model.layer_entry import StockEntry
 OWN_FAMILY = "a plain checkpoint of the source's own family"
 DIFFERENT_LAYERS = "no class of the family holds layers with different numbers of KV heads"
 NO_KV_HEADS = "the family's own class has a KV head for every query head"
-ASKED_FOR = "asked for"
+ASKED_FOR = "set by --carrier"
 OUTPUT = ("o_proj", "weight")
 
 

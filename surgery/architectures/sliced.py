@@ -75,18 +75,16 @@ class LatentModel:
             return cls(config, _stock_norm(path, reader))
         if kind != "surgery":
             raise SurgeryError.at(
-                path, f"a {kind} checkpoint caches no latents to slice; convert it with --to lowrank or --to mla"
+                path, f"model_type {kind!r} has no latents to slice; convert it with --to lowrank or --to mla"
             )
         if config.get("kv_cache"):
-            raise SurgeryError.at(
-                path, "its KV cache is quantized; slice the checkpoint that it was made of, and quantize that"
-            )
+            raise SurgeryError.at(path, "its KV cache is quantized; slice its source, then quantize")
         for index, entry in enumerate(layer_entries(config)):
             if not entry.ranks or entry.quantizes:
                 named_kind = entry.kind or "the family's own"
                 raise SurgeryError.at(
                     path,
-                    f"layer {index} has {named_kind} attention, without latents in an order; convert its "
+                    f"layer {index} has {named_kind} attention, without ordered latents; convert its "
                     "source again with a smaller --kv-ratio",
                 )
         return cls(config, None)
@@ -132,7 +130,7 @@ class LatentModel:
         """
         if self.stock:
             if len(set(ranks)) > 1:
-                raise SurgeryError(f"stock {deepseek_v3.MODEL_TYPE} has one rank for all layers, not {ranks}")
+                raise SurgeryError(f"stock {deepseek_v3.MODEL_TYPE} needs one rank for all layers, not {ranks}")
             ((rank,), *_) = ranks
             norm = constant_norm(rank) if self.norm.extra else self.norm
             return LatentModel({**self.config, "kv_lora_rank": rank + norm.extra}, norm)
@@ -238,7 +236,7 @@ def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
     if len(norms) != 1 or None in norms:
         raise SurgeryError.at(
             path,
-            "its latents pass a norm over all of them, so that none can be left out; only deepseek_v3 "
+            "its latents have a norm over all of them, so none can be dropped; only deepseek_v3 "
             "checkpoints made by surgery convert --to mla can be sliced",
         )
     return norms.pop()

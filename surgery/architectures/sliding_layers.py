@@ -11,7 +11,7 @@ CARRIERS = {"llama": "ministral", "mistral": "ministral", "qwen2": "qwen2", "qwe
 """Target ``model_type`` by the source's; Ministral's layers are Llama's and Mistral's, without biases."""
 CLASSES = {"ministral": "MinistralForCausalLM"}
 OF_LLAMA = ("pretraining_tp", "attention_bias", "mlp_bias")
-REASON = "stock {} has layers with a sliding window and layers with none"
+REASON = "stock {} has layers with and without a sliding window"
 
 
 def sliding_config(source: dict[str, Any], streams: Sequence[bool], window: int) -> dict[str, Any]:
@@ -27,13 +27,13 @@ def sliding_config(source: dict[str, Any], streams: Sequence[bool], window: int)
     carrier = CARRIERS.get(source["model_type"])
     if carrier is None:
         raise SurgeryError(
-            f"granularity layer: no stock class is known for {source['model_type']} with windows in some layers "
-            f"(it is for {', '.join(CARRIERS)}); leave it out",
+            f"granularity layer: no stock class of {source['model_type']} has windows in some layers "
+            f"(supported: {', '.join(CARRIERS)}); leave it out",
             setting="granularity",
         )
     if carrier != source["model_type"] and (source.get("attention_bias") or source.get("mlp_bias")):
         raise SurgeryError(
-            f"granularity layer: {carrier} has no biases, and the source has; leave it out", setting="granularity"
+            f"granularity layer: {carrier} does not support the source's biases; leave it out", setting="granularity"
         )
     fields = {name: value for name, value in source.items() if carrier == source["model_type"] or name not in OF_LLAMA}
     config = {

@@ -52,7 +52,7 @@ class SmallerLatents:
 
     def reasons(self) -> list[str]:
         """Return the reason for the class, and a note on MTP layers that are left out."""
-        messages = ["the source's own class holds another rank"]
+        messages = ["the source's own class holds the new rank"]
         if further := {name.split(".")[2] for name in self.reader.names() if is_mtp_layer(name, self.layers)}:
             messages.append(f"MTP layers are left out ({len(further)})")
         return messages

@@ -85,11 +85,11 @@ def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
         SurgeryError: no format of the engine is simulated.
     """
     if engine == "all":
-        raise SurgeryError("every engine has cache formats of its own: name one engine", setting="engine")
+        raise SurgeryError("cache formats differ between engines; choose one engine", setting="engine")
     if engine not in CACHE_FORMATS:
         choices = ", ".join(CACHE_FORMATS)
         raise SurgeryError(
-            f"no cache format of {engine} is simulated, but of {choices}", setting="engine", hint=choices
+            f"no cache format of {engine} is simulated; choose from {choices}", setting="engine", hint=choices
         )
     return CACHE_FORMATS[engine]
 
@@ -100,7 +100,7 @@ def cache_dtype_flags(engine: str, bits: int | str) -> str:
     Flags follow the engines' sources; none was tried.
     """
     if engine not in ENGINES:
-        raise SurgeryError(f"engine {engine!r} is unknown: choose {', '.join(ENGINES)}", setting="engine")
+        raise SurgeryError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}", setting="engine")
     if engine == "vllm":
         names = {8: "int8_per_token_head", 4: "int4_per_token_head", "fp8": "fp8"}
         return f"vllm serve CKPT --kv-cache-dtype {names.get(bits, 'int4_per_token_head')}"
@@ -111,4 +111,4 @@ def cache_dtype_flags(engine: str, bits: int | str) -> str:
         return f"llama-server -m CKPT.gguf -fa on -ctk {name} -ctv {name}"
     if engine == "mlx":
         return f"mlx_lm.generate --model CKPT --kv-bits {8 if bits in (8, 'fp8') else bits}"
-    raise SurgeryError("--to quantized --engine all: every engine has cache types of its own, name one engine")
+    raise SurgeryError("--to quantized --engine all: cache formats differ between engines; choose one engine")

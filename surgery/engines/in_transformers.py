@@ -18,7 +18,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
     """Return the verdict for ``from_pretrained``; the cache has the dtype of the weights."""
     fields = {"engine": NAME, "version": TRANSFORMERS.version, "device": TRANSFORMERS.device}
     if facts.structure == DECILM:
-        reason, remedy = "it has no such class", "convert --to gqa --carrier own"
+        reason, remedy = "it has no DeciLM class", "convert --to gqa --carrier own"
         return Verdict(**fields, status=REFUSED, command=None, reason=reason, remedy=remedy)
     own = facts.structure == OWN
     code = ", trust_remote_code=True" * own + EAGERLY * (facts.family in EAGER)
@@ -26,8 +26,8 @@ def verdict(facts: Facts, path: str) -> Verdict:
     fields["command"] = f'{auto}.from_pretrained("{path}", dtype="auto"{code})'
     fields |= facts.cache(facts.number_bytes)
     if facts.kind not in TRANSFORMERS.kinds:
-        reason = "its quantized weights took no part in a test" if facts.quantized else "a class of its own"
+        reason = "no test covers its quantized weights" if facts.quantized else "no test covers its model class"
         return Verdict(**fields, status=NOT_TRIED, reason=reason)
-    reason = f"ran in {TRANSFORMERS}" + ", from the code beside the weights" * own
-    reason += "; without eager attention 5.19 leaves its cap out" * (facts.family in EAGER)
+    reason = f"ran in {TRANSFORMERS}" + ", with the code next to the weights" * own
+    reason += "; without eager attention, 5.19 ignores its softcap" * (facts.family in EAGER)
     return Verdict(**fields, status=LOADS_WITH if code else LOADS, reason=reason)

@@ -52,7 +52,7 @@ def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
     ]
     if not fitting:
         raise SurgeryError(
-            f"--engine {engine}: heads of {head_dim} numbers and values of {value_dim} fit none of the sizes that "
-            f"vLLM's prefill runs on CUDA, {', '.join(map(str, VLLM_MLA_HEADS))}"
+            f"--engine {engine}: head size {head_dim} with value size {value_dim} exceeds the (nope, rope, value) that "
+            f"vLLM's prefill supports on CUDA: {', '.join(map(str, VLLM_MLA_HEADS))}"
         )
     return MLALimits(min(fitting), FAST_WIDTH, tied)

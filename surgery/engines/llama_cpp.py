@@ -16,16 +16,16 @@ LLAMAS = ("llama", "mistral")
 def obstacle(facts: Facts) -> str | None:
     """Return why a checkpoint cannot be exported to GGUF with equal outputs; None if it can."""
     if facts.structure == OWN:
-        return "the model class of this package"
+        return "it does not support the custom model class"
     if facts.structure == MLA:
-        reasons = ["it has no biases in deepseek2"] * facts.biases
-        reasons += ["it ignores the frequency list"] * facts.frequency_list
+        reasons = ["its deepseek2 has no attention biases"] * facts.biases
+        reasons += ["it ignores the RoPE frequency list"] * facts.frequency_list
         reasons += ["surgery export does not write YaRN: use llama.cpp's converter"] * facts.yarn
-        reasons += [f"it takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
-        reasons += ["a mixture of experts of DeepSeek's own: use llama.cpp's converter"] * facts.real_experts
+        reasons += [f"it supports SiLU only, not {facts.activation}"] * (facts.activation != "silu")
+        reasons += ["surgery export does not write MoE layers: use llama.cpp's converter"] * facts.real_experts
         return " and ".join(reasons) or None
     if facts.family in LLAMAS and facts.windowed:
-        return "its llama class has no attention windows"
+        return "its llama class has no sliding windows"
     return None
 
 
@@ -39,11 +39,11 @@ def verdict(facts: Facts, path: str) -> Verdict:
     fields |= facts.cache(2)
     if facts.structure not in (MLA, DECILM) and facts.family not in LLAMAS:
         command = f"convert_hf_to_gguf.py {path} --outfile {path}.gguf && llama-server -m {path}.gguf"
-        reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"
+        reason = "surgery export writes Llama-class models only; llama.cpp's own converter is not tested"
         return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason)
     called = name_of(path)
     stem = path if called == path else Path(path).name  # a model of this package exports to the working folder
     command = f"surgery export {called} --engine llama.cpp && llama-server -m {stem}.gguf"
     if facts.kind not in LLAMA_CPP.kinds:
-        return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
+        return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test covers this kind of checkpoint")
     return Verdict(**fields, status=LOADS_WITH, command=command, reason=f"ran in llama.cpp {LLAMA_CPP}")

@@ -12,11 +12,11 @@ NAME = "mlx-lm"
 def obstacle(facts: Facts) -> str | None:
     """Return why mlx-lm would refuse a checkpoint or compute different outputs; None if no obstacle is known."""
     if facts.structure == OWN:
-        return "the model class of this package"
+        return "it does not support the custom model class"
     if facts.structure == MLA and facts.frequency_list:
-        return "it does not read the frequency list"
+        return "it ignores the RoPE frequency list"
     if facts.structure == MLA and facts.tied:
-        return "its deepseek_v3 has an output head apart from the embeddings"
+        return "its deepseek_v3 does not support tied embeddings"
     return None
 
 
@@ -28,9 +28,9 @@ def verdict(facts: Facts, path: str) -> Verdict:
     if facts.kind in MLX_DIFFERS:
         return Verdict(**fields, status=REFUSED, command=None, reason=MLX_DIFFERS[facts.kind])
     if facts.structure == HEADS and facts.kind in MLX.kinds and not facts.rope_beside:
-        reason = "it reads rope_theta and rope_scaling, which config.json lacks beside rope_parameters: add them"
+        reason = "it reads rope_theta and rope_scaling: add them to config.json next to rope_parameters"
         return Verdict(**fields, status=REFUSED, command=None, reason=reason)
     fields |= {"command": f"mlx_lm.server --model {path}", **facts.cache(facts.number_bytes)}
     if facts.kind in MLX.kinds:
         return Verdict(**fields, status=LOADS_WITH, reason=f"ran in mlx-lm {MLX}")
-    return Verdict(**fields, status=NOT_TRIED, reason="no test ran such a checkpoint")
+    return Verdict(**fields, status=NOT_TRIED, reason="no test covers this kind of checkpoint")

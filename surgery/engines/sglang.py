@@ -14,13 +14,13 @@ def verdict(facts: Facts, path: str) -> Verdict:
     fields = {"engine": NAME, "version": VERSION, "device": "CUDA"}
     obstacles = []
     if facts.structure == OWN:
-        obstacles.append("the model class of this package")
+        obstacles.append("does not support the custom model class")
     if facts.structure == DECILM:
-        obstacles.append("one number of KV heads for all layers only")
+        obstacles.append("supports one number of KV heads for all layers only")
     if facts.structure == MLA:
         obstacles += ["drops the biases"] * facts.biases
-        obstacles += ["turns the frequency list into YaRN"] * facts.frequency_list
-        obstacles += [f"takes SiLU only, not {facts.activation}"] * (facts.activation != "silu")
+        obstacles += ["treats the RoPE frequency list as YaRN"] * facts.frequency_list
+        obstacles += [f"supports SiLU only, not {facts.activation}"] * (facts.activation != "silu")
     if obstacles:
         remedy = {"remedy": facts.again_for("sglang")}
         return Verdict(**fields, status=REFUSED, command=None, reason=" and ".join(obstacles), **remedy)
@@ -29,6 +29,6 @@ def verdict(facts: Facts, path: str) -> Verdict:
         **fields,
         status=NOT_TRIED,
         command=f"python -m sglang.launch_server --model-path {path}{triton}",
-        reason="read in its source, never run",
+        reason="from its source code, not run",
         **facts.cache(2),
     )

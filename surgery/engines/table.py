@@ -34,7 +34,7 @@ def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
         llama_cpp.verdict(facts, path),
         mlx.verdict(facts, path),
     ]
-    codes = {"status": NOT_TRIED, "reason": "its quantized weights took no part in a test"}
+    codes = {"status": NOT_TRIED, "reason": "no test covers its quantized weights"}
     return [replace(each, **codes) if facts.quantized and each.loads else each for each in results]
 
 
@@ -57,5 +57,5 @@ def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
     for verdict in verdicts(config):
         if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):
             message = f"{verdict.engine} cannot serve it: {verdict.reason}"
-            hint = "surgery inspect, which shows what else it takes of the source"
+            hint = "surgery inspect, which lists the conversions that it supports"
             raise SurgeryError(f"--engine {engine}: {message}", setting="engine", hint=hint)

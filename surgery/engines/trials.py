@@ -51,10 +51,10 @@ MLX = Trial(
     ),
 )
 MLX_DIFFERS = {
-    "glm": "it rotates whole heads where this model rotates half of each",
+    "glm": "it rotates whole heads, but this model rotates half of each",
     **dict.fromkeys(
         ("mistral with a window", "qwen2 with a window", "gemma2 with a window"),
-        "it attends to all tokens where this model has windows",
+        "it attends to all tokens, but this model has sliding windows",
     ),
 }
 """Families that load in mlx-lm but compute different outputs, with the reason; tests saw other tokens."""

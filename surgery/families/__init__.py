@@ -53,17 +53,17 @@ LATENT_FAMILIES: dict[str, LatentFamily] = {
 }
 """Families with MLA attention, by ``model_type``."""
 
-LATENTS = "it caches latents already"
+LATENTS = "it has MLA attention already"
 
 WHY_NOT = {
-    **dict.fromkeys(("gemma4", "gemma4_text"), "its layers share caches and differ in heads and their widths"),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys pass a weighted norm after the rotation"),
+    **dict.fromkeys(("gemma4", "gemma4_text"), "its layers share caches and differ in their number and size of heads"),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys have a weighted norm after RoPE"),
     **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), "it keeps a state, no keys and values"
+        ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), "it has a recurrent state instead of a KV cache"
     ),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, and an indexer chooses which of them are read"),
-    **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, in a layer of two attentions or next to a state"),
-    "kimi_k2": "transformers has no class of that name; its weights are DeepSeek-V3's, so say deepseek_v3 there",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, with a sparse-attention indexer"),
+    **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, with two attentions or recurrent layers"),
+    "kimi_k2": "transformers has no such class; its weights are DeepSeek-V3's, so set model_type to deepseek_v3",
 }
 """Reasons why known families are not supported, by ``model_type``."""
 
@@ -89,8 +89,8 @@ def family_of(config: dict) -> Family:
     model_type = config.get("model_type")
     if model_type not in FAMILIES and model_type in LATENT_FAMILIES:
         raise SurgeryError(
-            f"config.json: model_type {model_type!r} caches latents already, which --to mla makes smaller; "
-            "other structures start from keys and values of heads"
+            f"config.json: model_type {model_type!r} has MLA attention already; --to mla makes its latents smaller; "
+            "other targets need attention with keys and values per head"
         )
     return _lookup(config, FAMILIES)
 
@@ -122,8 +122,8 @@ def _lookup(config: dict, families: Mapping[str, Family]) -> Family:
     model_type = config.get("model_type")
     if model_type not in families and model_type in WHY_NOT:
         raise SurgeryError(
-            f"config.json: model_type {model_type!r} is not supported: {WHY_NOT[model_type]}; what makes its cache "
-            "smaller is its engine's own 8-bit cache"
+            f"config.json: model_type {model_type!r} is not supported: {WHY_NOT[model_type]}; use the 8-bit "
+            "KV cache of its engine instead"
         )
     if model_type not in families:
         raise SurgeryError(

@@ -179,7 +179,7 @@ class Family:
         present = {name.removeprefix(prefix) for name in names}
         if unknown := sorted(present - allowed_names - {"rotary_emb.inv_freq"}):
             raise SurgeryError(
-                f"{prefix}{unknown[0]}: a tensor that attention of family {self.model_type!r} does not have"
+                f"{prefix}{unknown[0]}: unexpected tensor in the attention of family {self.model_type!r}"
             )
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
@@ -260,9 +260,7 @@ class Family:
             raise SurgeryError(f"config.json: partial_rotary_factor is not supported in family {self.model_type!r}")
         order = half_split_order(head_dim, 2 * len(inv_freq), interleaved=self.interleaved)
         if factor != 1.0 and 2 * len(inv_freq) < head_dim and config.rope_parameters.get("rope_type") != LONGROPE:
-            raise SurgeryError(
-                f"config.json: RoPE multiplies a part of each head by {factor:g}, which is not supported"
-            )
+            raise SurgeryError(f"config.json: RoPE attention factor {factor:g} is not supported with partial rotation")
         return Rotation(torch.nn.functional.pad(inv_freq, (0, head_dim // 2 - len(inv_freq))), factor, order)
 
     def single_layer_config(self, config, layer: int):
@@ -284,7 +282,7 @@ class Family:
 def check_layers(config) -> None:
     """Raise SurgeryError unless per-layer config fields have an entry per layer and attention is causal."""
     if getattr(config, "use_bidirectional_attention", None) is True:  # Gemma's embedding models
-        raise SurgeryError("config.json: use_bidirectional_attention: a model that sees later tokens keeps no KV cache")
+        raise SurgeryError("config.json: use_bidirectional_attention is not supported: such a model has no KV cache")
     for name in PER_LAYER:
         entries = getattr(config, name, None)
         if entries is None:
@@ -305,7 +303,7 @@ def shaped_tensors(reader, layer: int, names: Collection[str]) -> Callable[..., 
             return None
         value = reader.tensor(prefix + name)
         if value.numel() != math.prod(shape):
-            raise SurgeryError(f"{prefix}{name}: shape {tuple(value.shape)} does not fit the config, wanted {shape}")
+            raise SurgeryError(f"{prefix}{name}: shape {tuple(value.shape)} does not match the config: {shape}")
         return value.reshape(shape)
 
     return tensor
@@ -317,5 +315,5 @@ def head_shape(config) -> tuple[int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if heads % kv_heads:
-        raise SurgeryError(f"config.json: {heads} query heads do not divide over {kv_heads} key/value heads")
+        raise SurgeryError(f"config.json: {heads} query heads must be a multiple of {kv_heads} KV heads")
     return heads, kv_heads, head_dim

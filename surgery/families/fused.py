@@ -38,7 +38,7 @@ def _phi3_config(config: dict[str, Any]) -> dict[str, Any]:
     window = _whole(config, "sliding_window", limit)
     windowed, partial = window < limit, rope["partial_rotary_factor"] != 1.0
     if windowed and partial:
-        raise SurgeryError("config.json: phi3 with a sliding window that rotates a part of each head is not supported")
+        raise SurgeryError("config.json: phi3 with a sliding window and partial rotation is not supported")
     names = ("mistral", "Mistral") if windowed else ("glm4_moe", "Glm4Moe") if partial else ("llama", "Llama")
     fields = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
@@ -79,7 +79,7 @@ def _phi3_rope(config: dict[str, Any]) -> dict[str, Any]:
 def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
     value = default if config.get(name) is None else config[name]
     if type(value) is not int:
-        raise SurgeryError(f"config.json: {name} of {config['model_type']} is {value!r}, not one whole number")
+        raise SurgeryError(f"config.json: {name} of {config['model_type']} must be an integer, not {value!r}")
     return value
 
 
@@ -103,7 +103,7 @@ def _internlm3_config(config: dict[str, Any]) -> dict[str, Any]:
     check_not_dynamic(rope.get("rope_type", rope.get("type")))
     biases = {name: bool(config.get(name, config.get(old))) for name, old in _BIASES.items()}
     if biases["attention_bias"] != biases["mlp_bias"]:
-        raise SurgeryError("config.json: internlm3 with qkv_bias unlike bias is not supported")
+        raise SurgeryError("config.json: qkv_bias and bias must be equal for internlm3")
     fields = {name: value for name, value in config.items() if name not in (*_BIASES.values(), "auto_map")}
     return {**fields, **biases, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 

@@ -8,5 +8,5 @@ GLM4_MOE = Family(
     partial=True,
     experts=True,
     expert_layers=first_dense,
-    beside="a part of each head is rotated",
+    beside="partial RoPE",
 )

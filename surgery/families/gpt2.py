@@ -11,9 +11,9 @@ from surgery.families.renamed import Renamed, whole
 def _config(config: dict[str, Any]) -> dict[str, Any]:
     for name, plain in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         if config.get(name, plain) is not plain:
-            raise SurgeryError(f"config.json: {name} is {config[name]!r}: only {plain} is supported of gpt2")
+            raise SurgeryError(f"config.json: {name} must be {plain} for gpt2, not {config[name]!r}")
     if config.get("add_cross_attention"):
-        raise SurgeryError("config.json: add_cross_attention: a decoder that reads an encoder is not supported")
+        raise SurgeryError("config.json: add_cross_attention is not supported")
     config = with_size_names(config)
     for name in SIZE_NAMES.values():
         whole(config, name)
@@ -29,7 +29,7 @@ GPT2 = Family(
     model_type="gpt2",
     rotates=lambda config, layer: False,
     layer_norm=True,
-    beside="learned positions, LayerNorms, and feed-forward layers without gates",
+    beside="learned position embeddings, LayerNorms, and feed-forward layers without gates",
     renamed=Renamed(
         names={
             r"^transformer\.": "",

@@ -7,5 +7,5 @@ GPT_OSS = Family(
     sinks=True,
     window=layer_types_window,
     experts=True,
-    beside="a learned sink for each head",
+    beside="learned attention sinks",
 )

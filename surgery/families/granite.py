@@ -19,5 +19,5 @@ GRANITE_HYBRID = replace(
     model_type="granitemoehybrid",
     rotates=lambda config, layer: config.position_embedding_type == "rope",
     experts=True,
-    beside="multipliers of embeddings, residuals and logits, and layers that keep a state",
+    beside="multipliers of embeddings, residuals and logits, and recurrent layers",
 )

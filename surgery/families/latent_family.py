@@ -48,7 +48,7 @@ class LatentFamily(Family):
         required |= low_rank if reader.config.get("q_lora_rank") is not None else dense
         allowed_names = required | {f"{module}.bias" for module in (DOWN, "q_a_proj", "o_proj")}
         if unknown := sorted(present - allowed_names - {"rotary_emb.inv_freq"}):
-            raise SurgeryError(f"{prefix}{unknown[0]}: a tensor that MLA of family {self.model_type!r} does not have")
+            raise SurgeryError(f"{prefix}{unknown[0]}: unexpected tensor in the MLA of family {self.model_type!r}")
         if missing := sorted(required - present):
             raise SurgeryError(f"{prefix}{missing[0]}: missing from the checkpoint")
         return names

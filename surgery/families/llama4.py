@@ -16,7 +16,7 @@ def _chunk(config, layer: int) -> int | None:
     """Return the chunk size, which bounds the cache; in texts of one chunk it equals a window."""
     chunked = config.layer_types[layer] == "chunked_attention"
     if _rotates(config, layer) and not chunked:
-        raise SurgeryError(f"config.json: layer {layer} of llama4_text rotates and attends to all tokens at once")
+        raise SurgeryError(f"config.json: layer {layer} of llama4_text must not have RoPE with full attention")
     return config.attention_chunk_size if chunked else None
 
 
@@ -41,5 +41,5 @@ LLAMA4_TEXT = Family(
     first_scaled=_first_scaled,
     experts=True,
     expert_layers=_expert_layers,
-    beside="queries that are scaled by position",
+    beside="position-dependent query scaling",
 )

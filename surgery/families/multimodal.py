@@ -34,7 +34,7 @@ def text_names(names: Collection[str], where: str) -> dict[str, str]:
     """
     prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in names), None)
     if prefix is None:
-        raise SurgeryError(f"{where}: no embedding of a language model among its tensors")
+        raise SurgeryError(f"{where}: embed_tokens.weight of a language model is missing")
     inside = {name: f"model.{name.removeprefix(prefix)}" for name in names if _within(name, prefix)}
     return inside | {name: HEADS[0] for name in HEADS if name in names}
 

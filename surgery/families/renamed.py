@@ -74,5 +74,5 @@ def whole(config: dict[str, Any], name: str) -> int:
     """
     value = config.get(name)
     if type(value) is not int or value < 1:
-        raise SurgeryError(f"config.json: {name} of {config['model_type']} is {value!r}, not one whole number above 0")
+        raise SurgeryError(f"config.json: {name} of {config['model_type']} must be a positive integer, not {value!r}")
     return value

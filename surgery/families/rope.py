@@ -21,8 +21,8 @@ def check_not_dynamic(kind: Any) -> None:
     """Raise SurgeryError for dynamic RoPE, which equals default RoPE up to ``max_position_embeddings``."""
     if kind == "dynamic":
         raise SurgeryError(
-            "config.json: RoPE type 'dynamic' changes its frequencies in texts over max_position_embeddings, which no "
-            "conversion can follow; for shorter texts remove rope_scaling from config.json, or set rope_type to "
+            "config.json: RoPE type 'dynamic' changes its frequencies beyond max_position_embeddings, which no "
+            "conversion supports; for shorter contexts remove rope_scaling from config.json, or set rope_type to "
             "'default' in its rope_parameters"
         )
 
@@ -58,13 +58,11 @@ def rope_frequencies(
     if isinstance(parameters, dict) and layer_type in parameters:
         parameters, of_type = parameters[layer_type], {"layer_type": layer_type}
     if not isinstance(parameters, dict) or "rope_theta" not in parameters:
-        raise SurgeryError(
-            f"config.json: no single set of RoPE parameters in {parameters!r}; this model is not supported"
-        )
+        raise SurgeryError(f"config.json: rope_parameters must be one set with rope_theta, not {parameters!r}")
     kind = parameters.get("rope_type", "default")
     theta, part = parameters["rope_theta"], parameters.get("partial_rotary_factor", 1.0)
     if not _is_number(theta) or not _is_number(part) or theta <= 0 or not 0 < part <= 1:
-        raise SurgeryError(f"config.json: RoPE of base {theta!r} over {part!r} of each head is impossible")
+        raise SurgeryError(f"config.json: rope_theta {theta!r} or partial_rotary_factor {part!r} is out of range")
     check_not_dynamic(kind)
     if kind not in kinds:
         raise SurgeryError(f"config.json: RoPE type {kind!r} is not supported (supported: {', '.join(kinds)})")
@@ -78,9 +76,9 @@ def rope_frequencies(
     except (TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):
         usable = False
     if not usable:
-        raise SurgeryError(f"config.json: RoPE of type {kind} cannot have the parameters {parameters}")
+        raise SurgeryError(f"config.json: invalid parameters of RoPE type {kind!r}: {parameters}")
     if 2 * len(inv_freq) != rotated:
-        raise SurgeryError(f"config.json: RoPE has {len(inv_freq)} frequencies for {rotated} rotary dimensions")
+        raise SurgeryError(f"config.json: {len(inv_freq)} RoPE frequencies do not fit {rotated} rotary dimensions")
     return inv_freq.double(), float(factor)
 
 

@@ -128,7 +128,7 @@ class BlockwiseDecoder(nn.Module):
             return
         if type(cache) is not DynamicCache or cache.offloading or not is_empty(cache):
             raise ValueError(
-                f"layers that share a cache cannot use this {type(cache).__name__}; pass no cache, "
+                f"shared caches cannot continue from this {type(cache).__name__}; pass no cache, "
                 "an empty DynamicCache without offloading, or the cache that the model returned"
             )
         cache.layers, cache.layer_class_to_replicate = layers, None

@@ -131,7 +131,7 @@ def test_low_rank_in_pieces_with_a_prefix_and_preempted(answers, folders):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("window", "attention windows"), ("codes", "quantized by kv_cache"), ("fp8", "--kv-cache-dtype fp8")],
+    [("window", "sliding windows"), ("codes", "quantized by kv_cache"), ("fp8", "--kv-cache-dtype fp8")],
 )
 def test_what_it_cannot_serve_is_refused_by_name(name, message, answers):
     assert message in answers[name]["error"]

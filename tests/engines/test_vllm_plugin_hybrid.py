@@ -126,7 +126,7 @@ def test_blocks_between_sinks_and_window_are_freed(answers, folders):
     ("name", "message"),
     [
         ("compensated", "hybrid heads with compensation"),
-        ("windows", "hybrid heads of several windows"),
+        ("windows", "hybrid heads with several windows"),
         ("fp8", "--kv-cache-dtype fp8"),
         ("one_manager", "--disable-hybrid-kv-cache-manager"),
     ],

@@ -28,9 +28,9 @@ SHORT = [[9], [9, 8], [9, 8, 7]]
 TIGHT = 20 * PAGE
 """Tokens. Of MANY a request takes four blocks of rows and one of first tokens; one block is no request's."""
 REFUSED = {
-    "MLA in bits beside other layers": [ROWS[0], latent(20, [1.0])],
-    "low rank in bits beside other layers": [CASCADE[0], None],
-    "layer 0 reads the latents of the 1 before it": [CASCADE[1], CASCADE[0]],
+    "MLA in bits next to layers of other kinds": [ROWS[0], latent(20, [1.0])],
+    "low rank in bits next to layers of other kinds": [CASCADE[0], None],
+    "layer 0 reads the latents of 1 layers before it": [CASCADE[1], CASCADE[0]],
 }
 """Layers that are refused, by the words of the refusal."""
 

@@ -58,7 +58,7 @@ def test_a_layer_alone_names_no_tokens_that_its_vocabulary_lacks(checkpoints):
     ("config", "message"),
     [
         ({"model_type": "bert"}, "model_type 'bert' is not supported"),
-        ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit cache"),
+        ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit KV cache"),
         ({}, "model_type None is not supported"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized .gptq."),
         (
@@ -75,7 +75,7 @@ def test_refused_configs(config, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"partial_rotary_factor": 0.5, "sliding_window": 16}, "a sliding window that rotates a part of each head"),
+        ({"partial_rotary_factor": 0.5, "sliding_window": 16}, "a sliding window and partial rotation"),
         ({"num_key_value_heads": 4}, r"qkv_proj.weight has shape \[64, 32\].*\[96, 32\]"),
     ],
 )

@@ -318,7 +318,7 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, settings, m
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to, overrides):
     settings = TARGETS[to].settings({"calibration": "none", **overrides})
-    with pytest.raises(SurgeryError, match=r"caches latents already|by method xkv|heads of stock MLA"):
+    with pytest.raises(SurgeryError, match=r"has MLA attention already|by method xkv|heads of stock MLA"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert not list(tmp_path.iterdir())
 

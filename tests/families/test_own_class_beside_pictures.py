@@ -226,7 +226,7 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
         ("llava", "crosslayer", {"method": "cascade"}, "vision-language model, which this target cannot write"),
         ("qwen3_vl", "gqa", {"kv_heads": 1}, "after a q/k-norm"),
         ("qwen3_vl", "mla", {"method": "transmla"}, "takes neighboring rotary pairs for one"),
-        ("llava", "mla", {"carrier": "stock"}, "cannot carry this model: the source has a vision tower"),
+        ("llava", "mla", {"carrier": "stock"}, "cannot hold this model: the source has a vision tower"),
         ("llava", "mla", {"engine": "llama.cpp"}, "llama.cpp cannot serve it"),
         ("gemma3", "quantized", {"bits": 8}, "sliding window"),
         ("qwen3_5", "quantized", {"bits": 8}, "sliding window or a"),
