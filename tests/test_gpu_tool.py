@@ -127,7 +127,7 @@ def test_a_step_past_its_limit_is_ended_and_its_rows_stay(gpu_run, tmp_path, mon
 def test_no_step_begins_without_time_and_wrong_calls_are_refused(gpu_run, tmp_path):
     lines = take(gpu_run, tmp_path, seconds=1.0)
     assert [line["event"] for line in lines] == ["run", *["waits"] * len(gpu_run.STEPS), "end"]
-    with pytest.raises(SurgeryError, match="--steps fly: choose facts"):
+    with pytest.raises(SurgeryError, match="--steps fly: unknown; choose from facts"):
         take(gpu_run, tmp_path, steps="facts,fly")
     with pytest.raises(SurgeryError, match="--max-files 1"):
         take(gpu_run, tmp_path, max_files=1)
@@ -154,7 +154,7 @@ def test_parts_join_to_the_model_in_any_order(gpu_run, tmp_path, monkeypatch):
     joined.unlink()
     (work / "model" / "piece-1").write_bytes(b"other")
     (arrived / "part-2" / "model" / "piece-1").write_bytes(b"other")
-    with pytest.raises(SurgeryError, match="do not join"):
+    with pytest.raises(SurgeryError, match="do not match"):
         gpu_run._arrived(arrived, work)
 
 

@@ -94,7 +94,7 @@ def test_versions_must_agree(tree):
     for name, old, new, message in (
         ("CHANGELOG.md", "1.2.0 (2030-01-31)", "1.2.0 (unreleased)", "write the date"),
         ("CHANGELOG.md", "## 1.2.0", "## 1.3.0", "begins with 1.3.0"),
-        ("CITATION.cff", "version: 1.2.0\n", "version: 1.1.0\n", "CITATION.cff says 1.1.0"),
+        ("CITATION.cff", "version: 1.2.0\n", "version: 1.1.0\n", "CITATION.cff has version 1.1.0"),
     ):
         whole = (tree / name).read_text()
         (tree / name).write_text(whole[::-1].replace(old[::-1], new[::-1], 1)[::-1])
@@ -109,7 +109,7 @@ def test_the_tree_must_be_committed_and_not_tagged(tree):
         subprocess.run(["git", *person, *arguments], cwd=tree, check=True, capture_output=True)
 
     git("init")
-    with pytest.raises(release.NotReady, match="not committed"):
+    with pytest.raises(release.NotReady, match="uncommitted changes"):
         release.check_repository("1.2.0", tree)
     git("add", "-A")
     git("commit", "-m", "a")

@@ -62,7 +62,7 @@ def main() -> int:
                 f"{'  <- over what its tests allow' if over else ''}",
                 flush=True,
             )
-    print(f"{wrong} launches over what their tests allow" if wrong else "no launch is over what its tests allow")
+    print(f"{wrong} launches exceed the limits of their tests" if wrong else "no launch exceeds the limits of its test")
     return 1 if wrong else 0
 
 

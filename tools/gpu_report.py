@@ -33,7 +33,7 @@ def merge(results: list[Path]) -> None:
     """
     report = report_of(_lines(results))
     if report["tiny"]:
-        raise SurgeryError(f"{results[0]}: is a rehearsal at tiny shapes; no report is made of it")
+        raise SurgeryError(f"{results[0]}: was run with --tiny; run it without --tiny for a report")
     FOLDER.mkdir(exist_ok=True)
     device = re.sub(r"[^a-z0-9]+", "-", report["device"]["name"].lower()).strip("-")
     path = FOLDER / f"{report['created'][:10]}-{device}.json"
@@ -68,7 +68,7 @@ def report_of(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 step |= {name: line[name] for name in ("code", "seconds", "cut", "programs", "why") if name in line}
     rows = [row for step in report["steps"].values() for row in step["rows"]]
     if not rows:
-        raise SurgeryError(f"{RESULTS}: holds no rows; give the folder that tools/gpu.py run wrote")
+        raise SurgeryError(f"{RESULTS}: has no rows; pass the folder that tools/gpu.py run wrote")
     first = next((row for row in report["steps"].get("facts", {"rows": []})["rows"]), {})
     return {**report, "device": first.get("device", {"name": "unknown"}), "versions": first.get("packages", {})}
 
@@ -235,7 +235,7 @@ def _lines(results: Iterable[Path]) -> list[dict[str, Any]]:
     for place in results:
         path = place / RESULTS if place.is_dir() else place
         if not path.is_file():
-            raise SurgeryError(f"{path}: no such file; give the folder that tools/gpu.py run wrote")
+            raise SurgeryError(f"{path}: no such file; pass the folder that tools/gpu.py run wrote")
         # The last line may have been cut short.
         text = path.read_text(encoding="utf-8")
         lines += [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

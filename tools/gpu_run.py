@@ -130,7 +130,7 @@ def run(
         SurgeryError: an unknown step, too few files, or a damaged part.
     """
     if max_files < 2:
-        raise SurgeryError(f"--max-files {max_files}: the rows and the log are two files")
+        raise SurgeryError(f"--max-files {max_files}: must be at least 2, for the rows and the log")
     selection = _selected_steps(steps)
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def _run_step(
     programs = _programs(environment) - programs
     ended = {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut, "programs": programs}
     _write(results, ended)
-    print(f"{step.name}: exit code {code} after {took:.0f} s{' (its time was over)' if cut else ''}", flush=True)
+    print(f"{step.name}: exit code {code} after {took:.0f} s{' (time limit)' if cut else ''}", flush=True)
     return code == 0
 
 
@@ -205,7 +205,7 @@ def _selected_steps(names: str | None) -> list[Step]:
     steps = {step.name: step for step in STEPS}
     selected_names = list(steps) if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in selected_names if name not in steps]:
-        raise SurgeryError(f"--steps {unknown[0]}: choose {', '.join(steps)}")
+        raise SurgeryError(f"--steps {unknown[0]}: unknown; choose from {', '.join(steps)}")
     return [steps[name] for name in selected_names]
 
 
@@ -233,7 +233,7 @@ def _arrived(pack: Path, work: Path) -> Path | None:
             digest.update(content)
             file.write(content)
     if digest.hexdigest() != facts["sha256"]:
-        raise SurgeryError(f"{work / 'model'}: the parts do not join to the packed model; send them again")
+        raise SurgeryError(f"{work / 'model'}: the parts do not match the packed model; copy them again")
     return model.with_suffix(".joining").rename(model)
 
 

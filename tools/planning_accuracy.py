@@ -97,8 +97,8 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", metavar="MODEL WORK | CSV")
-    parser.add_argument("--facts", action="store_true", help="of a file that there is")
-    parser.add_argument("--unseen", type=int, default=32, metavar="TEXTS", help="to measure on")
+    parser.add_argument("--facts", action="store_true", help="print the facts of an existing CSV file")
+    parser.add_argument("--unseen", type=int, default=32, metavar="TEXTS", help="unseen texts to measure on")
     options = parser.parse_args()
     if options.facts:
         lines = read(Path(*options.paths))

@@ -44,12 +44,12 @@ def check_versions(root: Path = ROOT) -> str:
     newest = _found(root / "CHANGELOG.md", r"^## (.+)$")
     changelog_version, _, dated = newest.partition(" ")
     if changelog_version != version:
-        raise NotReady(f"CHANGELOG.md begins with {changelog_version}, surgery/version.py says {version}")
+        raise NotReady(f"CHANGELOG.md has version {changelog_version}, surgery/version.py {version}; make them equal")
     if not re.fullmatch(r"\(\d{4}-\d{2}-\d{2}\)", dated):
         raise NotReady(f"CHANGELOG.md: write the date of {version}, as in `## {version} (2026-01-31)`, not {dated!r}")
     cited = _found(root / "CITATION.cff", r"^version: (.+)$")
     if cited != version:
-        raise NotReady(f"CITATION.cff says {cited}, surgery/version.py {version}")
+        raise NotReady(f"CITATION.cff has version {cited}, surgery/version.py {version}; make them equal")
     return version
 
 
@@ -71,7 +71,7 @@ def check_repository(version: str, root: Path = ROOT) -> None:
         NotReady: uncommitted changes, or an existing tag.
     """
     if _git(root, "status", "--porcelain"):
-        raise NotReady("there are changes that are not committed")
+        raise NotReady("the working tree has uncommitted changes; commit them")
     if _git(root, "tag", "--list", f"v{version}"):
         raise NotReady(f"v{version} is tagged already: raise surgery/version.py and add a heading to CHANGELOG.md")
 
@@ -115,7 +115,7 @@ def try_wheel(wheel: Path, folder: Path) -> dict[str, str]:
     _run(install, here)
     place = Path(_run([python, "-c", "import surgery; print(surgery.__file__)"], here).strip())
     if site not in place.parents:
-        raise NotReady(f"what ran is {place}, not the wheel's")
+        raise NotReady(f"imported {place} instead of the wheel")
     surgery = folder / "venv" / "bin" / "surgery"
     return {" ".join(arguments): _run([surgery, *arguments], here) for arguments in TRIED}
 
@@ -143,7 +143,7 @@ def main() -> None:
 def _found(path: Path, pattern: str) -> str:
     match = re.search(pattern, _text(path), re.MULTILINE)
     if match is None:
-        raise NotReady(f"{path.name} names no version")
+        raise NotReady(f"{path.name}: no version found")
     return match[1].strip()
 
 

@@ -92,7 +92,7 @@ def floors(wheel: Path) -> list[str]:
     for package, bound in bounds:
         if versions.setdefault(package, bound) != bound:
             sys.exit(
-                f"versions: pyproject.toml has {package} from {versions[package]} and from {bound} on; say one of them"
+                f"versions: pyproject.toml has two lower bounds of {package}, {versions[package]} and {bound}; use one"
             )
     return [f"{package}=={bound}" for package, bound in versions.items()]
 
@@ -110,7 +110,7 @@ def interpreter(minor: str) -> str:
         command = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
         if path and subprocess.run(command, capture_output=True, text=True).stdout.strip() == minor:
             return path
-    sys.exit(f"versions: there is no Python {minor} on this machine")
+    sys.exit(f"versions: Python {minor} is not installed")
 
 
 def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool]:
