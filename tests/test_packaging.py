@@ -93,7 +93,7 @@ def test_versions_must_agree(tree):
     assert release.check_versions(tree) == "1.2.0"
     for name, old, new, message in (
         ("CHANGELOG.md", "1.2.0 (2030-01-31)", "1.2.0 (unreleased)", "write the date"),
-        ("CHANGELOG.md", "## 1.2.0", "## 1.3.0", "begins with 1.3.0"),
+        ("CHANGELOG.md", "## 1.2.0", "## 1.3.0", "CHANGELOG.md has version 1.3.0"),
         ("CITATION.cff", "version: 1.2.0\n", "version: 1.1.0\n", "CITATION.cff has version 1.1.0"),
     ):
         whole = (tree / name).read_text()
