@@ -33,7 +33,9 @@ def use_attention(model: PreTrainedModel, choice: str, device: torch.device) -> 
     if choice == "auto":
         return equal_widths.NAME if equal_widths.use_equal_widths(model) else None
     if not equal_widths.takes_attention_functions(model):
-        raise SurgeryError(f"{type(model).__name__} does not take attention functions: set attention to model")
+        raise SurgeryError(
+            f"{type(model).__name__} does not support custom attention functions: set attention to model"
+        )
     ALL_ATTENTION_FUNCTIONS.register(KERNEL, prefill_attention_function)
     ALL_MASK_ATTENTION_FUNCTIONS.register(KERNEL, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(KERNEL)

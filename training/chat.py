@@ -31,8 +31,8 @@ class ChatEncoder:
             tokenizer.get_chat_template()
         except ValueError:
             raise SurgeryError(
-                f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template to write conversations with; give"
-                " text instead, or the tokenizer of a model for chats"
+                f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template, which conversations need; use"
+                " plain text, or the tokenizer of a chat model"
             ) from None
         self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
 
@@ -83,7 +83,7 @@ def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
         SurgeryError: the file has another format, cannot be read or is damaged.
     """
     if path.suffix.lower() not in READABLE:
-        raise SurgeryError(f"cannot read conversations from {path}: known are {', '.join(READABLE)}")
+        raise SurgeryError(f"{path}: conversations in this file type are not supported; use {', '.join(READABLE)}")
     with disk_errors(path):
         if path.suffix.lower() == ".parquet":
             yield from ((without_nulls(row), where) for row, where in parquet_records(path, MESSAGES, "tools"))

@@ -94,12 +94,14 @@ class Checkpoints:
         """
         state = read_state(path)
         if state is None:
-            raise SurgeryError.at(path, "not a checkpoint of a healing, or damaged; remove it")
+            raise SurgeryError.at(path, "not a healing checkpoint, or damaged; remove it")
         try:
             # Optimizer states are pickles; only tensors and numbers are unpickled.
             self._accelerator.load_state(str(path))
         except (RuntimeError, ValueError, OSError, KeyError) as error:
-            raise SurgeryError.at(path, f"cannot be resumed from: {' '.join(str(error).split())[:300]}") from error
+            raise SurgeryError.at(
+                path, f"cannot resume from this checkpoint: {' '.join(str(error).split())[:300]}"
+            ) from error
         if path.name.startswith(PREFIX):
             self.last_good = path
         return state
@@ -119,7 +121,7 @@ class Checkpoints:
         model = models.pop()
         tensors, expected = load_file(Path(folder, WEIGHTS)), _training_parameters(self._accelerator, model)
         if tensors.keys() != expected.keys() or any(tensors[name].shape != expected[name].shape for name in tensors):
-            raise ValueError("it has other trained parameters than this run")
+            raise ValueError("its trained parameters differ from those of this run")
         with torch.no_grad():
             for name, parameter in expected.items():
                 parameter.copy_(tensors[name])
@@ -159,7 +161,7 @@ def latest(folder: Path, note: Callable[[str], None] = lambda text: None) -> Pat
     for path in sorted(folder.glob(f"{PREFIX}*[0-9]"), reverse=True):
         if read_state(path) is not None:
             return path
-        note(f"{path}: is damaged, looking for an older one")
+        note(f"{path} is damaged; looking for an older checkpoint")
     return None
 
 

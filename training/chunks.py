@@ -57,7 +57,7 @@ def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -
         SurgeryError: ``max_bytes`` is not positive.
     """
     if max_bytes < 1:
-        raise SurgeryError(f"logits in {max_bytes} bytes: a positive budget is needed")
+        raise SurgeryError(f"max_bytes must be positive, not {max_bytes}")
     rows = max(1, max_bytes // (4 * vocabulary))
     return max(1, -(-positions // rows))
 

@@ -128,7 +128,9 @@ def collate(rows: Sequence[TrainingRow]) -> Batch:
     """
     lengths = sorted({len(row.tokens) for row in rows})
     if len(lengths) != 1:
-        raise SurgeryError(f"cannot stack {len(rows)} rows of lengths {lengths}: rows of one length are needed")
+        raise SurgeryError(
+            f"cannot stack {len(rows)} rows of lengths {lengths}: all rows of a batch need the same length"
+        )
     return Batch(
         torch.stack([row.tokens for row in rows]),
         torch.stack([row.labels for row in rows]),
@@ -143,5 +145,7 @@ def dealt(step: int, batch_size: int, rank: int = 0, ranks: int = 1) -> list[int
         SurgeryError: the batch is smaller than the number of processes, or the rank is out of range.
     """
     if batch_size < ranks or not 0 <= rank < ranks:
-        raise SurgeryError(f"a batch of {batch_size} sequences cannot be dealt to process {rank} of {ranks}")
+        raise SurgeryError(
+            f"cannot split a batch of {batch_size} sequences for rank {rank} of {ranks}: use at least one per process"
+        )
     return [number for number in range(step * batch_size, (step + 1) * batch_size) if number % ranks == rank]

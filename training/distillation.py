@@ -201,7 +201,7 @@ def check_vocabularies(student: PreTrainedModel, teacher: PreTrainedModel) -> No
     sizes = [vocabulary_of(model) for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise SurgeryError(
-            f"the student has {sizes[0]} tokens, the teacher {sizes[1]}: give the model that the student was made from"
+            f"vocabulary sizes differ: student {sizes[0]}, teacher {sizes[1]}; use the student's source as the teacher"
         )
 
 
@@ -221,8 +221,10 @@ def shard_layers(model: PreTrainedModel) -> None:
 
 def _check_layers(student: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
     if teacher is None:
-        raise SurgeryError("matching layers needs the teacher itself: give it, or set hidden and attention to 0")
+        raise SurgeryError("objectives hidden and attention need a teacher model: set teacher, or both weights to 0")
     same_layers(student, list(decoder_of(teacher).layers))
     sizes = [model.get_input_embeddings().weight.shape[1] for model in (student, teacher)]
     if sizes[0] != sizes[1]:
-        raise SurgeryError(f"hidden sizes {sizes[0]} and {sizes[1]}: their layers cannot be matched")
+        raise SurgeryError(
+            f"hidden sizes differ: student {sizes[0]}, teacher {sizes[1]}; set objectives hidden and attention to 0"
+        )

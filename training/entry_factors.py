@@ -65,7 +65,7 @@ def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[s
     for pattern, entry in rules.items():
         names = [name for name in parameters if named(pattern, name)]
         if not names:
-            raise SurgeryError(f"{where}: no parameter is called {pattern!r}; {examples(parameters)}")
+            raise SurgeryError(f"{where}: no parameter matches {pattern!r}; {examples(parameters)}")
         several = isinstance(entry, list) and entry and all(isinstance(rule, dict) for rule in entry)
         for rule in entry if several else [entry]:
             entries, along, factor = _rule(rule, f"{where}: {pattern!r}")
@@ -94,7 +94,9 @@ def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str
         columns = factor.amax(0) / factor.amax().clamp_min(torch.finfo(factor.dtype).tiny)
         rows = factor.amax(1)
         if not torch.equal(factor, rows[:, None] * columns):
-            raise SurgeryError(f"{module}.weight: adapters move whole rows and columns of a weight, not parts of them")
+            raise SurgeryError(
+                f"{module}.weight: with LoRA, factors must cover whole rows or columns, not single elements"
+            )
         if not bool((columns == 1).all()):
             translated[name] = columns.expand(parameter.shape).clone()
             with torch.no_grad():
@@ -127,11 +129,13 @@ class EntryFactors:
                 moving += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty parameter
                 continue
             if factor.shape != parameter.shape:
-                raise SurgeryError(f"{name}: factors are for {list(factor.shape)}, it is {list(parameter.shape)}")
+                raise SurgeryError(
+                    f"{name}: factors have shape {list(factor.shape)}, the parameter {list(parameter.shape)}"
+                )
             moving += int((factor != 0).sum())
             self._entries.append((parameter, _local(_sharded_like(factor.to(parameter.device), parameter))))
         if not moving:
-            raise SurgeryError("nothing would train: every entry that could has the factor 0")
+            raise SurgeryError("no trainable parameters: every element has the factor 0; remove or raise some factors")
 
     def __len__(self) -> int:
         """Return the number of parameters that have factors."""
@@ -169,9 +173,9 @@ def _rule(rule: Any, where: str) -> tuple[Any, int, float]:
         or isinstance(factor, bool)
         or not isinstance(factor, int | float)
     ):
-        raise SurgeryError(f"{where}: a rule has `rows` or `columns` and a number `factor`, not {rule!r}")
+        raise SurgeryError(f"{where}: a rule takes `rows` or `columns` and a number `factor`, not {rule!r}")
     if not 0 <= factor < math.inf:
-        raise SurgeryError(f"{where}: a factor is a finite number, 0 or above, not {factor!r}")
+        raise SurgeryError(f"{where}: factor must be a finite number >= 0, not {factor!r}")
     return next((rule[axis] for axis in axes), True), -1 if "columns" in axes else 0, float(factor)
 
 
@@ -186,7 +190,7 @@ def _index(rows: Any, tensor: Tensor, along: int, where: str) -> Any:
             return slice(int(start), int(stop))
     elif isinstance(rows, list) and all(type(row) is int and -size <= row < size for row in rows):
         return torch.tensor(rows, dtype=torch.long)
-    raise SurgeryError(f'{where}: rows are true, a list of indices or a range "0:8", of {size}; not {rows!r}')
+    raise SurgeryError(f'{where}: indices must be true, a list or a range such as "0:8", below {size}; not {rows!r}')
 
 
 def _sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:

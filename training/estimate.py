@@ -110,7 +110,7 @@ def estimate(
         SurgeryError: dtype is "auto", or nothing would train.
     """
     if settings.dtype not in WIDTHS:
-        raise SurgeryError(f"dtype {settings.dtype} depends on the device: say fp32, bf16 or fp16", setting="dtype")
+        raise SurgeryError(f"dtype {settings.dtype} depends on the device: choose fp32, bf16 or fp16", setting="dtype")
     settings = settings.with_batches(processes)
     student = _on_meta(student_config, settings)
     teacher = None if teacher_config is None else _on_meta(teacher_config, settings)

@@ -64,15 +64,15 @@ class SpikeGuard:
         """
         where = f"step {step}: the loss is {loss:.4g}"
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-            raise SurgeryError(f"{where}, its gradient's norm {gradient_norm:.4g}; {_advice(last_good)}")
+            raise SurgeryError(f"{where} and the gradient norm {gradient_norm:.4g}; {_advice(last_good)}")
         if self._factor is not None and len(self.recent) >= FEWEST:
             usual = median(self.recent)
             if loss > self._factor * max(usual, FLOOR):
                 self.spikes += 1
-                spike = f"{where}, over {self._factor:g} times the last steps' median of {usual:.4g}"
+                spike = f"{where}, above {self._factor:g} times the recent median of {usual:.4g}"
                 if self.spikes < PATIENCE:
-                    return f"{spike}; its update is left out"
-                raise SurgeryError(f"{spike}, as in the {PATIENCE - 1} steps before; {_advice(last_good)}")
+                    return f"{spike}; its update is skipped"
+                raise SurgeryError(f"{spike}, for {PATIENCE} steps in a row; {_advice(last_good)}")
         self.recent, self.spikes = [*self.recent, loss][-WINDOW:], 0
         return None
 
@@ -122,7 +122,7 @@ def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise SurgeryError(f"out of memory at {doing()}: {'; or '.join(knobs(settings))}") from error
+        raise SurgeryError(f"out of memory at {doing()}; try {'; or '.join(knobs(settings))}") from error
 
 
 def knobs(settings: HealSettings) -> list[str]:
@@ -130,7 +130,7 @@ def knobs(settings: HealSettings) -> list[str]:
     advice = []
     if settings.batch_size > 1:
         batch, steps = settings.batch_size // 2, settings.gradient_accumulation * settings.batch_size
-        advice.append(f"batch_size {batch} with gradient_accumulation {steps // batch}, which is the same step")
+        advice.append(f"batch_size {batch} with gradient_accumulation {steps // batch}, for the same step")
     if not settings.gradient_checkpointing:
         advice.append("gradient_checkpointing true")
     if settings.dtype == "fp32":
@@ -138,7 +138,7 @@ def knobs(settings: HealSettings) -> list[str]:
     if settings.train in ("all", "attention"):
         advice.append('train "new" or "lora"' if settings.teacher else 'train "lora"')
     if settings.teacher is not None:
-        advice.append("teacher_logits in place of the teacher")
+        advice.append("teacher_logits instead of a loaded teacher")
     advice.append(f"a length below {settings.length}")
     advice.append("more processes with configs/accelerate/fsdp2.yaml")
     return advice

@@ -142,7 +142,7 @@ class _Run:
         factors = read_factors(settings.entry_factors, student) if settings.entry_factors else {}
         masks = all(honours_document_masks(each, settings.length) for each in (student, teacher) if each is not None)
         if not masks:
-            progress.note("attention runs over whole rows: the models do not keep it inside of packed documents")
+            progress.note("attention crosses documents in packed rows: the models do not support document masks")
         tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
         evaluations = self._evaluations(student, tokenizer)
         data = open_data(settings, tokenizer, self.folder / "data", processes=processes, progress=progress)
@@ -203,7 +203,7 @@ class _Run:
         trained = trained_tensors(distillation.student)
         processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, self.folder / LOG))
         progress.note(
-            f"healed checkpoint in {settings.out}; checkpoints of the run in {self.folder}, remove it if you are done"
+            f"healed checkpoint in {settings.out}; checkpoints of the run in {self.folder}, which you may remove"
         )
         return facts
 
@@ -243,7 +243,9 @@ class _Run:
         if self.settings.train == "lora":
             return adapter_factors(factors, student)
         if self.settings.balanced and (balanced := balance_latents(student, factors)):
-            self.progress.note(f"{balanced:,} latents rescaled, so that entries on both their sides have one size")
+            self.progress.note(
+                f"{balanced:,} latents rescaled, so that the weights before and after them have equal scale"
+            )
         return factors
 
     def _run_loop(self, loop: Loop, counts: dict[str, int]) -> None:
@@ -251,7 +253,7 @@ class _Run:
         self.log.write(
             "start", settings=settings.to_dict(), trains=trained, parameters=total, processes=processes.count
         )
-        self.progress.note(f"{trained:,} of {total:,} parameters train; processes: {processes.count}")
+        self.progress.note(f"{trained:,} of {total:,} parameters are trained; processes: {processes.count}")
         if settings.resume:
             loop.resume()
         loop.run()

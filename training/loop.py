@@ -121,8 +121,8 @@ class Loop:
             if saved_value != value:
                 raise SurgeryError.at(
                     path,
-                    f"was made with {name} {saved_value!r}, not {value!r}; set it back, or discard it by --restart"
-                    " (resume false), or use another out",
+                    f"was made with {name} {saved_value!r}, not {value!r}; set it back, discard the checkpoint with"
+                    " --restart (resume false), or choose another out",
                 )
         # Earlier versions stored a position in streamed data.
         self.at = Position(**{name: value for name, value in state["position"].items() if name != "data"})
@@ -303,7 +303,7 @@ class Loop:
             f"{name} {with_perplexity(value) if 'cross_entropy' in name else decimal(value, 4)}"
             for name, value in values.items()
         )
-        t.progress.note(f"held out after step {at.step}: {parts}")
+        t.progress.note(f"held-out losses after step {at.step}: {parts}")
         if better and self.takes_best:
             self._save(BEST)
         elif t.settings.patience is not None and at.waited >= t.settings.patience:
@@ -377,7 +377,7 @@ class Loop:
         self._t.log.write("stop", step=self.at.step, signal=number)
         raise Interrupted(
             f"stopped by signal {number} after step {self.at.step}; saved in {self._t.checkpoints.last_good}:"
-            " run the same command to go on",
+            " run the same command to resume",
             128 + number,
         )
 
@@ -391,7 +391,7 @@ class Loop:
             self._save()
         if self.takes_best and at.best_step not in (None, at.step):
             t.checkpoints.load(t.checkpoints.folder / BEST)
-            t.progress.note(f"the state after step {at.best_step} has the lowest held-out {self.judge}: it is written")
+            t.progress.note(f"writing the state after step {at.best_step}, which has the lowest held-out {self.judge}")
         t.log.write("end", step=at.step, why=self.ended, seconds=at.seconds)
         t.progress.note(f"{self.ended}: {at.step} steps, {count(at.tokens)} tokens in {duration(at.seconds)}")
 

@@ -45,7 +45,9 @@ def layer_errors(
         SurgeryError: numbers of layers or shapes differ.
     """
     if len(student) != len(teacher):
-        raise SurgeryError(f"the student has {len(student)} layers, its teacher {len(teacher)}: they cannot be matched")
+        raise SurgeryError(
+            f"numbers of layers differ: student {len(student)}, teacher {len(teacher)}; they must be equal"
+        )
     sums = [_summed_error(*pair, valid) for pair in zip(student, teacher, strict=True)]
     if positions is None:
         positions = max(1, int(valid.sum()) if valid is not None else student[0].shape[:2].numel())
@@ -96,7 +98,9 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
         def give(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             # Checkpointing reruns layers in the backward pass, after the hooks are removed.
             if decoder.training and getattr(decoder.layers[layer], "gradient_checkpointing", False):
-                raise SurgeryError("the layer-wise stage runs without gradient checkpointing: turn it off")
+                raise SurgeryError(
+                    "objective layerwise does not support gradient checkpointing: set gradient_checkpointing to false"
+                )
             own = args[0] if args else kwargs["hidden_states"]
             teacher_states = _same_tokens(inputs[layer], record.seen(layer), own)
             return (

@@ -31,11 +31,11 @@ def check_writable(reader: CheckpointReader) -> None:
     """Raise SurgeryError for students that healing cannot write: unconverted GPT-2 or GPT-NeoX, whose parameters have
     other names in training, and caches that quantize groups of tokens, as earlier versions wrote them."""
     if (kind := reader.config.get("model_type")) in DECODERS:
-        raise SurgeryError(f"{reader.source}: a {kind} as it came, which healing does not write: convert it first")
+        raise SurgeryError(f"{reader.source}: healing does not support unconverted {kind} models; convert it first")
     if (reader.config.get("text_config") or reader.config).get("kv_cache") is not None:
         raise SurgeryError(
-            f"{reader.source}: its cache quantizes groups of tokens, as earlier versions wrote it, and cannot be "
-            "healed: convert the source again with --bits auto, and heal the result"
+            f"{reader.source}: cannot heal its KV cache, quantized in groups of tokens by an earlier version; "
+            "convert the source again with --bits auto, and heal the result"
         )
 
 

@@ -115,7 +115,7 @@ def nested_attentions(student: nn.Module) -> list[nn.Module]:
     for index, attention in enumerate(attentions):
         if not getattr(attention, "latent_slices", None):
             raise SurgeryError(
-                f"nested_ranks: {type(attention).__name__} of layer {index} has no latents that training could cut: "
+                f"nested_ranks: {type(attention).__name__} of layer {index} has no latents to truncate; "
                 "convert --to lowrank, or --to mla --carrier own",
                 setting="nested_ranks",
             )

@@ -70,11 +70,11 @@ class ObjectiveWeights(FileSettings):
         for name in PARTS:
             weight = getattr(self, name)
             if not (isinstance(weight, int | float) and isfinite(weight) and weight >= 0):
-                raise SurgeryError(f"objective {name}: {weight!r} is no weight; give 0 or a positive number")
+                raise SurgeryError(f"objective {name}: weight must be a finite number >= 0, not {weight!r}")
         if not self.parts():
-            raise SurgeryError(f"all objectives have weight 0: give one of {', '.join(PARTS)} a positive one")
+            raise SurgeryError(f"all objective weights are 0: set one of {', '.join(PARTS)} above 0")
         if self.layerwise and len(self.parts()) > 1:
-            raise SurgeryError("objective layerwise is a stage of its own: give the other losses to the next")
+            raise SurgeryError("objective layerwise excludes other losses: train them in a second stage")
         _check(self.temperature, self.jsd_beta)
 
     def parts(self) -> list[str]:
@@ -123,7 +123,7 @@ def logit_losses(
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
     if weights.cross_entropy and targets is None:
-        raise SurgeryError("cross-entropy needs the tokens that come next")
+        raise SurgeryError("cross_entropy needs targets: pass the next tokens")
     if not names:
         return {}
     vocabulary, count, temperature = student.vocabulary(), len(student.hidden), weights.temperature
@@ -134,7 +134,7 @@ def logit_losses(
         columns["targets"] = targets.to(student.hidden.device)
     if any(len(column) != count for column in columns.values()):
         sizes = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
-        raise SurgeryError(f"student, teacher and tokens differ in their number of positions: {sizes}")
+        raise SurgeryError(f"numbers of positions differ between student, teacher and targets: {sizes}")
 
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
@@ -165,7 +165,7 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
     """
     missing = [name for name in weights.parts() if name not in parts]
     if missing:
-        raise SurgeryError(f"no loss was computed for {', '.join(missing)}: set its weight to 0 or give what it needs")
+        raise SurgeryError(f"no loss was computed for {', '.join(missing)}: set its weight to 0 or pass its inputs")
     total = torch.stack([getattr(weights, name) * parts[name].float() for name in weights.parts()]).sum()
     return total, {name: part.detach() for name, part in parts.items()}
 
@@ -179,18 +179,19 @@ def _teacher_columns(
         SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
     """
     if teacher is None:
-        raise SurgeryError("a divergence from the teacher needs the teacher, or its logits that were kept")
+        raise SurgeryError("kl, reverse_kl and jsd need a teacher: set teacher or teacher_logits")
     is_kept = isinstance(teacher, TopK)
     size = teacher.vocabulary if is_kept else teacher.vocabulary()
     if size != vocabulary:
         raise SurgeryError(
-            f"the student has a vocabulary of {vocabulary}, its teacher of {size}: they cannot be compared token by"
-            " token; give a teacher with the student's vocabulary"
+            f"vocabulary sizes differ: student {vocabulary}, teacher {size}; use a teacher with the same vocabulary"
         )
     if not is_kept:
         return {"teacher": teacher.hidden.detach()}
     if temperature != 1:
-        raise SurgeryError(f"temperature {temperature} with a teacher's top tokens: they were kept at temperature 1")
+        raise SurgeryError(
+            f"temperature {temperature} is not supported with cached teacher logits; set temperature to 1"
+        )
     return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
 
 
@@ -227,6 +228,6 @@ def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 def _check(temperature: float, beta: float = 0.5) -> None:
     if not (isinstance(temperature, int | float) and isfinite(temperature) and temperature > 0):
-        raise SurgeryError(f"temperature {temperature!r}: a positive number is needed")
+        raise SurgeryError(f"temperature must be a positive number, not {temperature!r}")
     if not (isinstance(beta, int | float) and 0 <= beta <= 1):
-        raise SurgeryError(f"jsd_beta {beta!r}: a number from 0 to 1 is needed")
+        raise SurgeryError(f"jsd_beta must be a number from 0 to 1, not {beta!r}")

@@ -89,5 +89,5 @@ def _token_file(
     processes.from_main(write)
     file = TokenFile.read(place, identity)
     if file is None:
-        raise SurgeryError(f"{place}: not to be seen by every process; choose an --out on a disk that all share")
+        raise SurgeryError(f"{place}: not visible to every process; choose an --out on a shared disk")
     return file

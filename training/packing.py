@@ -44,7 +44,7 @@ class RowShape:
 
     def __post_init__(self) -> None:
         if self.length < 2:
-            raise SurgeryError(f"rows of {self.length} tokens: at least 2 are needed")
+            raise SurgeryError(f"length must be at least 2 tokens, not {self.length}")
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, length: int) -> RowShape:
@@ -92,7 +92,7 @@ class Recalls:
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
-            raise SurgeryError(f"share of sequences with planted recalls {self.share}: it must lie between 0 and 1")
+            raise SurgeryError(f"recall must be from 0 to 1, not {self.share}")
 
     def planted(self, number: int, pieces: list[list[int]]) -> list[list[int]]:
         """Return the pieces of row `number`, joined to one document of equal length if facts are planted in it.
@@ -144,8 +144,8 @@ class PackedSequences:
         if not self.rows or spare.rows < held_out:
             raise SurgeryError(
                 f"{name} has too little text: {len(file)} documents of {int(lengths.sum())} tokens for"
-                f" {held_out} held-out rows of {shape.length} and at least one, of other documents, to train on; give"
-                " more text, shorter rows or fewer held-out ones"
+                f" {held_out} held-out rows of {shape.length} tokens and one training row of other documents;"
+                " add text, or lower length or held_out"
             )
         self.held_out = [shape.row(spare.pieces(file, row)) for row in range(held_out)]
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)

@@ -55,7 +55,7 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
         config["gradient_clipping"] = settings.clip or 0.0
         if settings.entry_factors:
             raise SurgeryError(
-                "entry_factors cannot be kept under DeepSpeed, which steps by itself: use fsdp2.yaml",
+                "entry_factors is not supported with DeepSpeed, which runs the optimizer itself: use fsdp2.yaml",
                 setting="entry_factors",
             )
         # Keeps transformers from loading models sharded: they are tested and changed first, and `prepare` shards them.
@@ -80,7 +80,9 @@ def prepare(
     """
     if settings.gradient_checkpointing:
         if not student.supports_gradient_checkpointing:
-            raise SurgeryError(f"{type(student).__name__} has no gradient checkpointing: set it to false")
+            raise SurgeryError(
+                f"{type(student).__name__} does not support gradient checkpointing: set gradient_checkpointing to false"
+            )
         student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module = Distillation(student, settings.weights(), teacher, document_masks=document_masks)
     # After `Distillation`, which runs the student without autocast, and so needs one dtype.

@@ -33,7 +33,9 @@ def decoder_of(model: nn.Module) -> nn.Module:
         decoder = decoder.get_decoder()
     layers = getattr(decoder, "layers", None)
     if not layers or not all(attention_of(layer) is not None for layer in layers):
-        raise SurgeryError(f"{type(model).__name__}: has no layers with a self_attn whose outputs could be matched")
+        raise SurgeryError(
+            f"{type(model).__name__}: layers without self_attn are not supported; set layer objectives to 0"
+        )
     return decoder
 
 
@@ -67,7 +69,7 @@ class Recording:
     def _joined(self, kind: str) -> list[Tensor]:
         pieces = self._pieces.get(kind)
         if not pieces or not all(pieces):
-            raise SurgeryError(f"nothing was recorded of the layers' {kind}: run the model first, and ask for it")
+            raise SurgeryError(f"no {kind} of layers is recorded: pass {kind}=True, and run the model first")
         # A decoder with a cache that layers share may process a text in pieces; usually there is one piece.
         return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in pieces]
 
@@ -121,7 +123,7 @@ def recorded(
         def take(module: nn.Module, args: tuple, output: Any) -> None:
             if record._running and grad_enabled and not torch.is_grad_enabled():
                 raise SurgeryError(
-                    "outputs of layers cannot be matched under reentrant gradient checkpointing: pass"
+                    "layers cannot be recorded with reentrant gradient checkpointing: pass"
                     ' gradient_checkpointing_kwargs={"use_reentrant": False}'
                 )
             record._add(kind, layer, first(output))
@@ -167,4 +169,4 @@ def same_layers(student: nn.Module, teacher: Sequence[Tensor]) -> None:
     """Raise SurgeryError if the student's number of layers differs from the number of the teacher's tensors."""
     count = len(decoder_of(student).layers)
     if count != len(teacher):
-        raise SurgeryError(f"the student has {count} layers, its teacher {len(teacher)}: they cannot be matched")
+        raise SurgeryError(f"numbers of layers differ: student {count}, teacher {len(teacher)}; they must be equal")

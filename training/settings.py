@@ -273,14 +273,14 @@ class HealSettings(FileSettings):
         shares = tuple(sorted(self.nested_ranks, reverse=True))
         if shares and not (shares[-1] > 0 and shares[0] == 1 and len(set(shares)) == len(shares)):
             raise SurgeryError(
-                "nested_ranks must be shares such as [1.0, 0.5, 0.25]: different shares from above 0 to 1, with 1 among"
-                f" them, not {self.nested_ranks!r}",
+                "nested_ranks must be distinct shares in (0, 1] that include 1, such as [1.0, 0.5, 0.25]; not"
+                f" {self.nested_ranks!r}",
                 setting="nested_ranks",
             )
         object.__setattr__(self, "nested_ranks", shares)
         if self.length < 2:
             raise SurgeryError(
-                "length must be at least 2: a token can only be predicted from one before it", setting="length"
+                "length must be at least 2, since each token is predicted from those before it", setting="length"
             )
         self._check_combinations()
         self._check_objective()
@@ -307,29 +307,32 @@ class HealSettings(FileSettings):
         endless = self.max_tokens is self.max_steps is None
         measured = self.held_out and self.eval_every is not None
         problems = [
-            (endless and self.max_seconds is None, "nothing ends the run: give max_tokens, max_seconds or max_steps"),
-            (not self.data, "no data: give builtin, a file or a dataset"),
+            (endless and self.max_seconds is None, "no limit ends the run: set max_tokens, max_seconds or max_steps"),
+            (not self.data, "data is empty: set builtin, a file or a dataset"),
             (
                 self.teacher_logits is not None and endless,
-                "teacher_logits are of a number of sequences: give max_tokens or max_steps",
+                "teacher_logits needs a fixed number of sequences: set max_tokens or max_steps",
             ),
             (
                 self.train == "new" and self.teacher is None,
-                'train "new" is what the teacher does not have: give the teacher, or use attention',
+                'train "new" needs a teacher to compare parameters with: set teacher, or use train "attention"',
             ),
             (
                 self.patience is not None and not measured,
-                "patience counts held-out measurements: give held_out and eval_every too",
+                "patience needs held-out measurements: set held_out and eval_every too",
             ),
             (
                 self.evaluate_every is not None and not self.evaluate_tasks,
-                "evaluate_every is given, but nothing to evaluate: name evaluate_tasks",
+                "evaluate_every is set, but evaluate_tasks is empty: add loss or recall",
             ),
             (
                 self.train == "lora" and self.train_patterns,
-                "train_patterns do not go with lora: adapters are all that trains",
+                'train_patterns is not supported with train "lora", which trains adapters only: remove it',
             ),
-            (self.train != "lora" and self.lora_modules, 'lora_modules are given, but train is not "lora"'),
+            (
+                self.train != "lora" and self.lora_modules,
+                'lora_modules needs train "lora": set it, or remove lora_modules',
+            ),
         ]
         for is_wrong, problem in problems:
             if is_wrong:
@@ -345,9 +348,7 @@ class HealSettings(FileSettings):
 
     def _check_objective(self) -> None:
         if not isinstance(self.objective, dict):
-            raise SurgeryError(
-                f"objective must name losses and their weights, not be {self.objective!r}", setting="objective"
-            )
+            raise SurgeryError(f"objective must map losses to weights, not be {self.objective!r}", setting="objective")
         for name in self.objective:
             if name not in (*LOSSES, *SHAPES):
                 raise SurgeryError(
@@ -358,22 +359,22 @@ class HealSettings(FileSettings):
         distilled = matched + [name for name in ("kl", "reverse_kl", "jsd") if self.objective.get(name)]
         if distilled and not self.has_teacher:
             raise SurgeryError(
-                f"objective {distilled[0]} compares with a teacher: give one, or use cross_entropy", setting="objective"
+                f"objective {distilled[0]} needs a teacher: set teacher, or use cross_entropy", setting="objective"
             )
         if matched and (self.teacher is None or self.teacher_logits is not None):
             raise SurgeryError(
-                f"objective {matched[0]} needs the teacher itself: its cached logits have no layers",
+                f"objective {matched[0]} needs the teacher's layers: set teacher, without teacher_logits",
                 setting="objective",
             )
         if self.objective.get("layerwise") and (self.train == "all" or self.gradient_checkpointing):
             raise SurgeryError(
-                "objective layerwise trains attentions alone and keeps all layers: set train to attention, "
+                'objective layerwise does not support train "all" or gradient_checkpointing: set train to attention, '
                 "gradient_checkpointing to false",
                 setting="objective",
             )
         if matched and self.compile:
             raise SurgeryError(
-                f"objective {matched[0]} looks into the layers, which compile hides: use one of them",
+                f"objective {matched[0]} does not support compile: set compile to false, or drop the objective",
                 setting="objective",
             )
 
@@ -381,7 +382,7 @@ class HealSettings(FileSettings):
         """Raise SurgeryError if the student, the output folder or a valid objective is missing."""
         for name in ("student", "out"):
             if not getattr(self, name):
-                raise SurgeryError(f"{name} is not given: name it in the settings file")
+                raise SurgeryError(f"{name} is missing: set it in the settings file")
         self.weights()
 
     def with_batches(self, processes: int) -> HealSettings:

@@ -36,9 +36,9 @@ def interleaving(weights: Sequence[float]) -> np.ndarray:
     """
     total = sum(weights)
     if not weights or not all(0 < weight < float("inf") for weight in weights):
-        raise SurgeryError(f"weights {list(weights)} of a mixture: all must be above 0")
+        raise SurgeryError(f"weights of data must all be above 0, not {list(weights)}")
     if min(weights) < total / PARTS:
-        raise SurgeryError(f"weights {list(weights)} of a mixture: none may be below a thousandth of all")
+        raise SurgeryError(f"weights of data must each be at least 1/1000 of their sum, not {list(weights)}")
     exact = [weight / total * PARTS for weight in weights]
     counts = [int(share) for share in exact]
     # Largest remainder method.

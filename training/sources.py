@@ -49,11 +49,11 @@ class TextSource(FileSettings):
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
-            raise SurgeryError(f"data source {self.source!r}: name a file, a dataset or {BUILTIN!r}")
+            raise SurgeryError(f"data: source must be a file, a dataset or {BUILTIN!r}, not {self.source!r}")
         if self.format not in FORMATS:
-            raise SurgeryError(f"format {self.format!r} of {self.source} is unknown: choose {', '.join(FORMATS)}")
+            raise SurgeryError(f"{self.source}: unknown format {self.format!r}; choose one of {', '.join(FORMATS)}")
         if self.tokens is not None and self.tokens < 1:
-            raise SurgeryError(f"{self.tokens} tokens of {self.source}: at least 1 is needed")
+            raise SurgeryError(f"{self.source}: tokens must be at least 1, not {self.tokens}")
 
     @property
     def is_chat(self) -> bool:
@@ -118,7 +118,7 @@ def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
     for number, entry in enumerate(data, 1):
         if isinstance(entry, dict):
             if "source" not in entry:
-                raise SurgeryError(f"data, entry {number}: has no `source`")
+                raise SurgeryError(f"data, entry {number}: `source` is missing; add it")
             sources.append(TextSource.from_mapping(entry, f"data, entry {number}"))
         else:
             sources.append(TextSource(entry))

@@ -81,7 +81,7 @@ class TeacherLogits:
             # Listed once: another process may write the header meanwhile.
             names = [name for name in os.listdir(self.folder) if not name.endswith(".partial")]
             if names and HEADER not in names:
-                raise SurgeryError.at(self.folder, "holds other files than teacher logits; choose another folder")
+                raise SurgeryError.at(self.folder, "contains files other than teacher logits; choose another folder")
         rows = max(1, min(SHARD_BYTES // identity.sequence_bytes, identity.sequences))
         header = {"format": _FORMAT, **asdict(identity), "sequences_per_shard": rows}
         if not (self.folder / HEADER).exists():
@@ -105,18 +105,18 @@ class TeacherLogits:
         if not 0 <= number < identity.sequences:
             raise SurgeryError.at(
                 self.folder,
-                f"has teacher logits of {identity.sequences} sequences, number {number} is asked"
-                " for; write more of them or train on fewer",
+                f"sequence {number} is out of range: the folder has teacher logits of {identity.sequences} sequences;"
+                " write more or train on fewer",
             )
         shard, row = divmod(number, self._rows)
         path = self._path(shard)
         if not path.is_file():
-            raise SurgeryError.at(path, "is not written yet; let the teacher finish its logits first")
+            raise SurgeryError.at(path, "is missing; set teacher to write the missing logits")
         try:
             with disk_errors(path), safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_slice(name)[row] for name in ("values", "ids", "rest")}
         except (SafetensorError, IndexError) as error:
-            raise SurgeryError.at(path, f"damaged ({error}); remove it and have the teacher write it again") from None
+            raise SurgeryError.at(path, f"damaged ({error}); remove it and set teacher to write it again") from None
         return TopK(**tensors, vocabulary=identity.vocabulary)
 
     def batch(self, numbers: list[int]) -> TopK:
@@ -148,7 +148,7 @@ class TeacherLogits:
             raise SurgeryError.at(
                 self.folder,
                 f"the missing teacher logits take {format_size(needed)}, the disk has"
-                f" {format_size(free)} free; lower k ({self.identity.k}) or keep fewer sequences",
+                f" {format_size(free)} free; lower teacher_top_k ({self.identity.k}) or train on fewer sequences",
             )
         for numbers in missing[processes.rank :: processes.count]:
             pieces = []
@@ -189,12 +189,12 @@ def _checked(path: Path, expected: dict[str, Any]) -> int:
     """
     header = read_json(path)
     if header.get("format") != _FORMAT:
-        raise SurgeryError.at(path, "no header of teacher logits, or of another version; choose another folder")
+        raise SurgeryError.at(path, "not a header of teacher logits of this version; choose another folder")
     # An existing cache keeps its own sequences per shard.
     differing = [name for name in expected if name != "sequences_per_shard" and header.get(name) != expected[name]]
     if differing:
         facts = ", ".join(f"{name} {header.get(name)!r} instead of {expected[name]!r}" for name in differing)
-        raise SurgeryError(f"{path.parent}: holds teacher logits of something else ({facts}); choose another folder")
+        raise SurgeryError(f"{path.parent}: its teacher logits do not fit this run ({facts}); choose another folder")
     rows = header.get("sequences_per_shard")
     if not isinstance(rows, int) or rows < 1:
         raise SurgeryError.at(path, f"damaged, sequences_per_shard is {rows!r}; choose another folder")
@@ -227,11 +227,11 @@ def open_logits(
     header = Path(settings.teacher_logits) / HEADER
     header_values = processes.from_main(lambda: read_json_or_empty(header))
     if teacher is None and not header_values:
-        raise SurgeryError(f"{settings.teacher_logits}: holds no teacher logits; give the teacher too, to write them")
+        raise SurgeryError(f"{settings.teacher_logits}: contains no teacher logits; set teacher too, to write them")
     num_sequences = header_values.get("sequences", needed)
     if num_sequences < needed:
         raise SurgeryError(
-            f"{settings.teacher_logits}: has logits of {num_sequences} sequences, the budget needs {needed}: lower "
+            f"{settings.teacher_logits}: has logits of {num_sequences} sequences, the budget needs {needed}; lower "
             "max_tokens or max_steps, or choose another folder"
         )
     identity = CacheIdentity(
@@ -246,7 +246,9 @@ def open_logits(
     logits = TeacherLogits(settings.teacher_logits, identity)
     missing = sum(map(len, logits.missing()))
     if teacher is None and missing:
-        raise SurgeryError(f"{settings.teacher_logits}: {missing} sequences are not written; give the teacher too")
+        raise SurgeryError(
+            f"{settings.teacher_logits}: {missing} sequences are missing; set teacher too, to write them"
+        )
     if teacher is not None:
         body = Body.of(teacher)
         device = next(teacher.parameters()).device

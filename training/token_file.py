@@ -40,7 +40,7 @@ class TokenFile:
         try:
             documents, tokens, self.sha256 = about["documents"], about["tokens"], about["sha256"]
         except KeyError as error:
-            raise SurgeryError(f"{folder / ABOUT}: has no {error}; remove the folder {folder}") from None
+            raise SurgeryError(f"{folder / ABOUT}: {error} is missing; remove the folder {folder}") from None
         self.lengths = _mapped(folder / LENGTHS, "<i8", documents)
         self._tokens = _mapped(folder / TOKENS, "<i4", tokens)
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -122,7 +122,7 @@ def _write(
             if limit is not None and total >= limit:
                 break
     if not lengths:
-        raise SurgeryError("the data holds no text: give a file or a dataset that is not empty")
+        raise SurgeryError("data has no text: use a file or a dataset that is not empty")
     data = np.array(lengths, dtype="<i8").tobytes()
     (folder / LENGTHS).write_bytes(data)
     digest.update(data)
@@ -133,5 +133,7 @@ def _mapped(path: Path, kind: str, count: int) -> np.ndarray:
     with disk_errors(path):
         size = path.stat().st_size
     if size != count * np.dtype(kind).itemsize:
-        raise SurgeryError.at(path, f"{size} bytes where {count} values were written; remove the folder {path.parent}")
+        raise SurgeryError.at(
+            path, f"the file has {size} bytes, which is not {count} values; remove the folder {path.parent}"
+        )
     return np.memmap(path, dtype=kind, mode="r")

@@ -72,7 +72,7 @@ def top_k(teacher: States, k: int, dtype: torch.dtype = torch.float16, max_bytes
     """
     vocabulary = teacher.vocabulary()
     if not 1 <= k <= vocabulary:
-        raise SurgeryError(f"the top {k} tokens of a vocabulary of {vocabulary}: give 1 to {vocabulary}")
+        raise SurgeryError(f"k must be from 1 to the vocabulary size {vocabulary}, not {k}")
     values, ids, rest = [], [], []
     for hidden in teacher.hidden.tensor_split(chunk_count(len(teacher.hidden), vocabulary, max_bytes)):
         logs = log_softmax(teacher._replace(hidden=hidden).logits(), dim=-1)

@@ -29,15 +29,15 @@ def check_tracker(settings: HealSettings) -> None:
     choices = [NO_TRACKER, *sorted(set(LoggerType.list()) - {"all"})]
     if tracker not in choices:
         raise SurgeryError(
-            f"tracker {tracker!r} is unknown: choose {', '.join(choices)}{did_you_mean(tracker, choices)}",
+            f"unknown tracker {tracker!r}; choose one of {', '.join(choices)}{did_you_mean(tracker, choices)}",
             setting="tracker",
         )
     if tracker not in map(str, get_available_trackers()):
         raise SurgeryError(
-            f"tracker {tracker} is not installed: pip install {tracker}, or tracker none", setting="tracker"
+            f"tracker {tracker} is not installed: pip install {tracker}, or use tracker none", setting="tracker"
         )
     if tracker == "wandb" and _is_online(settings) and not _has_key():
-        raise SurgeryError("wandb is asked for, but nobody is logged in: run wandb login, or use wandb_mode offline")
+        raise SurgeryError("tracker wandb is not logged in: run wandb login, or use wandb_mode offline")
 
 
 class Tracker:
@@ -81,7 +81,7 @@ class Tracker:
             self.failed = f"{action}: {reason}"
             self._accelerator = None
             self._note(
-                f"the tracker failed at {action} ({reason}): the run goes on without it, heal.jsonl has everything"
+                f"the tracker failed at {action} ({reason}): the run continues without it; all values are in heal.jsonl"
             )
 
 
@@ -112,9 +112,9 @@ def start_tracker(
         accelerator.init_trackers(settings.project, config=plain, init_kwargs=options)
     except Exception as error:  # a tracker may raise anything, and the run has not begun
         reason = " ".join(str(error).split())[:200]
-        instead = "wandb_mode offline or tracker none logs" if options else "tracker none logs"
+        instead = "use wandb_mode offline or tracker none" if options else "use tracker none"
         raise SurgeryError(
-            f"tracker {settings.tracker} does not start: {reason}; {instead} locally", setting="tracker"
+            f"tracker {settings.tracker} does not start: {reason}; {instead} to log locally", setting="tracker"
         ) from error
     return Tracker(accelerator, note)
 

@@ -49,7 +49,7 @@ def choose(
     for pattern in patterns:
         if not any(named(pattern, name) for name in parameters):
             raise SurgeryError(
-                f"train_patterns: no parameter is called {pattern!r}; {examples(parameters)}", setting="train_patterns"
+                f"train_patterns: no parameter matches {pattern!r}; {examples(parameters)}", setting="train_patterns"
             )
     names = [
         name
@@ -59,10 +59,10 @@ def choose(
     ]
     if not names:
         why = {
-            "new": "the teacher has every parameter under the same name and shape",
-            "attention": "no module of the model is called an attention",
+            "new": "the teacher has all parameters, with equal names and shapes",
+            "attention": "the model has no attention modules",
         }.get(train, "the model has no parameters")
-        raise SurgeryError(f"nothing would train: {why}; choose another `train`, or name parameters in train_patterns")
+        raise SurgeryError(f"no parameters to train: {why}; choose another `train`, or add names to train_patterns")
     selection = set(names)
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in selection)
@@ -91,13 +91,13 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[st
     for pattern in modules:
         if not any(named(pattern, name) for name in linear):
             raise SurgeryError(
-                f"lora_modules: no linear module is called {pattern!r}; {examples(linear)}", setting="lora_modules"
+                f"lora_modules: no linear module matches {pattern!r}; {examples(linear)}", setting="lora_modules"
             )
     targets = [
         name for name in linear if (any(named(pattern, name) for pattern in modules) if modules else in_attention(name))
     ]
     if not targets:
-        raise SurgeryError("nothing would train: the attentions have no linear modules; name some in lora_modules")
+        raise SurgeryError("no parameters to train: attention has no linear modules; add names to lora_modules")
     # A list of names would also match names that end in them; a regular expression matches whole names.
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_name_pattern(targets)))
 

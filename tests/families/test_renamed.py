@@ -92,7 +92,7 @@ def test_what_is_not_supported_is_refused(checkpoints, tmp_path, name, change, r
 @pytest.mark.parametrize("name", NAMES)
 def test_healing_one_that_was_not_converted_is_refused_before_any_work(checkpoints, monkeypatch, capsys, name):
     code, _, err = run_main(monkeypatch, capsys, "heal", checkpoints(name), "--teacher", checkpoints(name))
-    assert code == 1 and f"a {name} as it came, which healing does not write: convert it first" in err
+    assert code == 1 and f"healing does not support unconverted {name} models; convert it first" in err
 
 
 @pytest.mark.parametrize("kind", ENTRIES)

@@ -107,7 +107,7 @@ def test_parquet_turns_lose_the_keys_of_others(tmp_path):
         ("a.jsonl", "[1]\n", "line 1 holds a list"),
         ("a.jsonl", "[" * 100_000, "line 1 is not valid JSON"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "\\ud83d"}]}', "line 1 is not valid JSON"),
-        ("a.txt", "x", "cannot read conversations"),
+        ("a.txt", "x", "in this file type are not supported"),
         ("a.parquet", "x", "not a parquet file"),
         ("none.jsonl", None, "No such file"),
     ],

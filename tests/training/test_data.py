@@ -137,7 +137,7 @@ def test_global_batches_do_not_depend_on_the_number_of_processes(texts, tokenize
 def test_sequences_are_dealt_by_their_number():
     assert [dealt(2, 6, rank, 4) for rank in range(4)] == [[12, 16], [13, 17], [14], [15]]
     for ranks, rank in ((7, 0), (2, 2)):
-        with pytest.raises(SurgeryError, match="cannot be dealt"):
+        with pytest.raises(SurgeryError, match="cannot split a batch"):
             dealt(0, 6, rank, ranks)
 
 
@@ -213,16 +213,16 @@ def test_sources_of_settings():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "no data: give builtin"),
-        ([{"weight": 1}], "entry 1: has no `source`"),
+        ([], "data is empty: set builtin"),
+        ([{"weight": 1}], "entry 1: `source` is missing"),
         ([{"source": "builtin", "wieght": 1}], "did you mean weight"),
         ([{"source": "builtin", "format": "json"}], "format 'json'"),
-        ([{"source": "builtin", "tokens": 0}], "0 tokens of builtin"),
+        ([{"source": "builtin", "tokens": 0}], "builtin: tokens must be at least 1"),
         ([{"source": "x/y", "stream": True}], "stream was removed"),
         (["teacher"], "data teacher was removed"),
-        ([{"source": "builtin", "weight": 0}], "all must be above 0"),
+        ([{"source": "builtin", "weight": 0}], "must all be above 0"),
         (["no-such-file.txt"], "no such text"),
-        ([""], "name a file"),
+        ([""], "must be a file"),
     ],
 )
 def test_impossible_data(tokenizer, tmp_path, data, message):

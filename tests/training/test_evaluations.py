@@ -158,7 +158,7 @@ def test_numbers_are_those_that_a_tracker_takes():
 def test_refusals(settings):
     with pytest.raises(SurgeryError, match="did you mean recall"):
         HealSettings(**settings(evaluate_tasks=["recal"]))
-    with pytest.raises(SurgeryError, match="nothing to evaluate"):
+    with pytest.raises(SurgeryError, match="evaluate_tasks is empty"):
         HealSettings(**settings(evaluate_tasks=[]))
     with pytest.raises(SurgeryError, match="evaluate_every must be at least 1"):
         HealSettings(**settings(evaluate_every=0))

@@ -154,10 +154,10 @@ def test_refuses_students_that_do_not_nest(source):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"nested_ranks": [0.5, 0.25]}, "with 1 among them"),
-        ({"nested_ranks": [1.0, 0.5, 0.5]}, "different shares"),
-        ({"nested_ranks": [1.0, 0.0]}, "from above 0 to 1"),
-        ({"nested_ranks": [2.0, 1.0]}, "from above 0 to 1"),
+        ({"nested_ranks": [0.5, 0.25]}, "that include 1"),
+        ({"nested_ranks": [1.0, 0.5, 0.5]}, "distinct shares"),
+        ({"nested_ranks": [1.0, 0.0]}, "distinct shares in"),
+        ({"nested_ranks": [2.0, 1.0]}, "distinct shares in"),
         ({"nested_ranks": ["half", 1]}, "must be shares such as"),
         ({"nested_ranks": 0.5}, "must be shares such as"),
     ],

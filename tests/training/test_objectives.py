@@ -191,7 +191,7 @@ def test_chunk_count():
     assert chunk_count(8192, 128_256, 256 * 2**20) == 16
     assert chunk_count(100, 10**9, 4) == 100
     assert chunk_count(0, 10) == 1
-    with pytest.raises(SurgeryError, match="positive budget"):
+    with pytest.raises(SurgeryError, match="must be positive"):
         chunk_count(1, 10, 0)
 
 
@@ -223,7 +223,7 @@ def test_other_parts_than_asked_for_are_not_made():
         ({"kl": -1}, "kl: -1.0 is no weight"),
         ({"hidden": math.nan}, "hidden: nan is no weight"),
         ({"attention": "much"}, "attention must be a number, not 'much'"),
-        ({"kl": 0}, "all objectives have weight 0"),
+        ({"kl": 0}, "all objective weights are 0"),
         ({"temperature": 0}, "temperature 0.0: a positive"),
         ({"jsd_beta": 1.5}, "jsd_beta 1.5"),
         ({"kll": 1}, "did you mean kl"),
@@ -236,11 +236,11 @@ def test_bad_weights(values, message):
 
 def test_what_cannot_be_compared():
     student, teacher, _ = pair()
-    with pytest.raises(SurgeryError, match="vocabulary of 41, its teacher of 40"):
+    with pytest.raises(SurgeryError, match="student 41, teacher 40"):
         divergences.forward_kl(student, States(teacher.hidden, nn.Linear(TEACHER_WIDTH, 40).double()))
-    with pytest.raises(SurgeryError, match="number of positions: hidden 23, teacher 22"):
+    with pytest.raises(SurgeryError, match="between student, teacher and targets: hidden 23, teacher 22"):
         divergences.forward_kl(student, States(teacher.hidden[1:], teacher.head))
-    with pytest.raises(SurgeryError, match="needs the teacher"):
+    with pytest.raises(SurgeryError, match="need a teacher"):
         logit_losses(ObjectiveWeights(), student)
-    with pytest.raises(SurgeryError, match="needs the tokens"):
+    with pytest.raises(SurgeryError, match="needs targets"):
         logit_losses(ObjectiveWeights(cross_entropy=1), student, teacher)

@@ -93,7 +93,8 @@ def test_a_tracker_that_fails_does_not_end_the_run(settings, losses, monkeypatch
     assert (Path(tracked["out"]) / "model.safetensors").exists()
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the tracker failed")]
     assert lines == [
-        f"the tracker failed at {breaks} (the service went away): the run goes on without it, heal.jsonl has everything"
+        f"the tracker failed at {breaks} (the service went away): "
+        "the run continues without it; all values are in heal.jsonl"
     ]
     (failed,) = log_of(tracked, "tracker", finished=False)
     assert failed["failed"] == f"{breaks}: the service went away"
