@@ -80,7 +80,7 @@ def test_patterns_of_other_settings_are_not_taken_for_them(finished, tmp_path, c
     recipe, work = finished
     steps = steps_of(recipe)
     steps[0]["heads"].update(change)
-    with pytest.raises(SurgeryError, match=r"trained\.safetensors: is of another model or other settings"):
+    with pytest.raises(SurgeryError, match=r"trained\.safetensors: was made from another model or with other settings"):
         run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
 
 
@@ -88,7 +88,7 @@ def test_patterns_of_other_models_are_not_taken_for_them(finished, tmp_path):
     recipe, work = finished
     steps = steps_of(recipe)[:1]
     steps[0]["heads"]["source"] = str(make_checkpoint(tmp_path / "other", "llama", seed=1))
-    with pytest.raises(SurgeryError, match="is of another model"):
+    with pytest.raises(SurgeryError, match="was made from another model"):
         run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
 
 
@@ -103,7 +103,7 @@ def test_a_conversion_by_an_older_pattern_is_not_kept(finished, tmp_path):
     run_recipe(mine, tmp_path / "work", Progress(silent=True))
     assert times(tmp_path / "work") == before
     HeadPattern(-pattern.scores, "prulong", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
-    with pytest.raises(SurgeryError, match="hybrid: is of another source or other settings"):
+    with pytest.raises(SurgeryError, match="hybrid: was made from another source or with other settings"):
         run_recipe(mine, tmp_path / "work", Progress(silent=True))
 
 

@@ -249,7 +249,7 @@ def test_launchers_have_names(tmp_path, monkeypatch):
     own = tmp_path / "own.yaml"
     own.write_text("num_processes: 4\n")
     assert count_processes(None, find_launcher(own)) == 4 and find_launcher(str(own)) == own
-    with pytest.raises(SurgeryError, match=r"is no file and none of cpu-1, .*did you mean fsdp2\?"):
+    with pytest.raises(SurgeryError, match=r"use a file or one of cpu-1, .*did you mean fsdp2\?"):
         find_launcher("fsdp3")
     inside = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "ACCELERATE_USE_FSDP": "true", "PATH": "x"}
     assert outside(inside) == {"PATH": "x"}
@@ -302,7 +302,7 @@ HEAL_STEP = {"name": "h", "student": "s", "teacher": "t"}
         ({"processes": "two"}, "step h: processes must be a whole number"),
         ({"measure": {"window": 2}}, "did you mean windows"),
         ({"measure": "some"}, "measure must be true, false or settings"),
-        ({"measure": {"tasks": ["needle"]}}, "measure has no tasks"),
+        ({"measure": {"tasks": ["needle"]}}, "measure does not support tasks"),
         ({"evaluate_tasks": ["recal"]}, "did you mean recall"),
         ({"tracker": "wandbb"}, "step h: tracker 'wandbb' is unknown; did you mean wandb|did you mean wandb"),
     ],

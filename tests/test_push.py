@@ -168,7 +168,7 @@ def test_changed_and_missing_files_are_refused(converted, tmp_path, monkeypatch)
     for limit in (2**24, 0):  # read at once, and from the disk
         monkeypatch.setattr("surgery.reporting.upload.IN_MEMORY", limit)
         (folder / "model.safetensors").write_bytes(weights[:-1] + b"x")
-        with pytest.raises(SurgeryError, match=r"model.safetensors: is not the file that was written"):
+        with pytest.raises(SurgeryError, match=r"model.safetensors: was changed after it was written"):
             prepare_upload(folder, "me/x")
         (folder / "model.safetensors").unlink()
         with pytest.raises(SurgeryError, match=r"model.safetensors is missing"):
@@ -242,7 +242,7 @@ def test_what_is_there_is_replaced_only_when_asked(converted, hub, monkeypatch, 
 
 @pytest.mark.parametrize(
     ("repo", "message"),
-    [("small", "give org/name"), ("others/small", "you may write to me, lab")],
+    [("small", "use org/name"), ("others/small", "choose a name in me, lab")],
 )
 def test_refused_before_the_work(repo, message, converted, hub, monkeypatch, capsys):
     code, _, err = run_main(monkeypatch, capsys, "push", converted, repo)
@@ -287,5 +287,5 @@ def test_a_source_of_the_hub_is_found_again_there(converted, source, monkeypatch
         raise SurgeryError("not reachable")
 
     monkeypatch.setattr(recorded_source, "download", gone)
-    with pytest.raises(SurgeryError, match="name a teacher"):
+    with pytest.raises(SurgeryError, match="pass --teacher"):
         recorded_source.find_source(CheckpointReader.open(converted))

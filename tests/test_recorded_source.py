@@ -62,7 +62,7 @@ def test_another_model_of_that_name_is_not_taken(copied):
 
 
 def test_without_a_report_the_teacher_has_to_be_named(converted):
-    with pytest.raises(SurgeryError, match="no report says what it was made from; name a teacher"):
+    with pytest.raises(SurgeryError, match="no report names its source; pass --teacher"):
         find_source(CheckpointReader.open(converted[0]))
 
 

@@ -133,7 +133,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
                 work_folder.clear()
         healing = _healed(request, settings, student, staging, work, progress)
         if (stays := work_folder.remove()) is not None:
-            progress.note(f"{work}: stays, {stays} was not written by surgery")
+            progress.note(f"{work}: not removed, because {stays} was not written by surgery")
     return Healed(staging.out, healing, settings.teacher)
 
 
@@ -243,7 +243,9 @@ def training_settings(
     settings = HealSettings.from_mapping({**read, **request.overrides}, str(request.config or "heal"))
     check_writable(student)
     if any(entry.kind == "cross_layer_prompt" for entry in layer_entries(student.config)):
-        raise SurgeryError.at(student.path, "its basis is each prompt's own, made of no weights: nothing to heal")
+        raise SurgeryError.at(
+            student.path, "its basis is computed for each prompt, without weights to train: healing does not apply"
+        )
     factors = work / FACTORS if entry_factors(student) and not settings.entry_factors else settings.entry_factors
     return replace(
         settings,
@@ -287,7 +289,9 @@ def healed_already(request: HealRequest) -> bool:
     except (OSError, ValueError, KeyError):
         same = False
     if not same:
-        raise SurgeryError.at(out, "is of another student or other settings; remove it, or choose another folder")
+        raise SurgeryError.at(
+            out, "was made from another student or with other settings; remove it, or choose another --out"
+        )
     return True
 
 
@@ -311,7 +315,7 @@ def _train(
         environment = keeps_freed_memory(environment)
     code = run_to_its_end(command, environment)
     if code:
-        raise SurgeryError(f"the training {ended(code)}, see above; the same command goes on")
+        raise SurgeryError(f"the training {ended(code)}, see above; run the same command to resume")
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:

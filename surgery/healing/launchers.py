@@ -30,7 +30,7 @@ def find_launcher(name: str | Path) -> Path:
         names = sorted(each.stem for each in SHIPPED.glob("*.yaml"))
         if str(name) not in names:
             hint = did_you_mean(str(name), names)
-            raise SurgeryError(f"launcher {name}: is no file and none of {', '.join(names)}{hint}")
+            raise SurgeryError(f"unknown launcher {name}: use a file or one of {', '.join(names)}{hint}")
         path = SHIPPED / f"{name}.yaml"
     read_mapping(path)
     return path
@@ -115,4 +115,4 @@ def ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
-    return f"was ended by {name}" + (", as systems do that run out of memory" if name == "SIGKILL" else "")
+    return f"was ended by {name}" + (", probably because memory ran out" if name == "SIGKILL" else "")

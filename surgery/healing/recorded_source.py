@@ -25,7 +25,7 @@ def find_source(converted: CheckpointReader) -> Path:
     """
     sources = [report["source"] for report in _reports(converted.path)]
     if not sources:
-        raise SurgeryError.at(converted.path, "no report says what it was made from; name a teacher")
+        raise SurgeryError.at(converted.path, "no report names its source; pass --teacher")
     for source in reversed(sources):
         for place in _candidate_paths(converted.source, source):
             if CheckpointReader.open(place).fingerprint() == source["sha256"]:
@@ -33,7 +33,7 @@ def find_source(converted: CheckpointReader) -> Path:
     origins = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
     raise SurgeryError.at(
         converted.path,
-        f"was made from {origins}, which is neither next to it nor in the working folder. name a teacher",
+        f"was made from {origins}, which is neither next to it nor in the working folder; pass --teacher",
     )
 
 

@@ -33,7 +33,9 @@ def _check_form(healed: CheckpointReader, student: CheckpointReader) -> None:
         for reader in (healed, student)
     ]
     if different := sorted(name for name in {*shapes[0], *shapes[1]} if shapes[0].get(name) != shapes[1].get(name)):
-        raise SurgeryError.at(healed.path, f"{different[0]} is not as in the checkpoint that was healed")
+        raise SurgeryError.at(healed.path, f"{different[0]} differs from the checkpoint that was healed; heal it again")
     for name in ("model_type", "architectures", "attention_layers", "kv_cache"):
         if healed.config.get(name) != student.config.get(name):
-            raise SurgeryError.at(healed.path, f"{name} of its config is not that of the checkpoint that was healed")
+            raise SurgeryError.at(
+                healed.path, f"{name} in its config.json differs from the checkpoint that was healed; heal it again"
+            )

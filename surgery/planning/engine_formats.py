@@ -182,7 +182,7 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
     for each in formats:
         try:
             if windows and not each.skips_layers:
-                raise SurgeryError(f"what {settings.engine} does with layers that have a window was not tried")
+                raise SurgeryError(f"{settings.engine}'s cache formats are not supported for sliding-window layers")
             with refusals():
                 pairs = zip(FORMATS[each.keys](opened.config), FORMATS[each.values](opened.config), strict=True)
                 coded = [CodedLayer(keys.key_coder, values.value_coder) for keys, values in pairs]
@@ -202,7 +202,7 @@ def _server(opened: Source, engine: str, called: str) -> str:
     """
     config = opened.reader.config
     if config["model_type"] in LATENT_FAMILIES:
-        raise SurgeryError("its formats are simulated for keys and values of heads, not for MLA's latents")
+        raise SurgeryError("cache formats are simulated for keys and values of heads; MLA latents are not supported")
     if engine == TENSORRT_LLM:
         return f"trtllm-serve {called}"
     verdict = next(each for each in verdicts(config, called) if each.engine in ASKED[engine])

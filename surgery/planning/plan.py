@@ -279,4 +279,4 @@ def _statistics(opened: Source, settings: PlanSettings) -> tuple[BasisOf | None,
 
 def _no_candidates(refused: dict[str, str]) -> str:
     reasons = "; ".join(f"{what}: {why}" for what, why in refused.items())
-    return f"no structure can be weighed for this source ({reasons or 'none is allowed'})"
+    return f"no structure can be planned for this source ({reasons or 'none is allowed'})"

@@ -77,16 +77,20 @@ def read_plan(path: Path) -> PlannedConversion:
     if "serve" in entries:
         raise SurgeryError.at(
             path,
-            f"no conversion is needed, the engine's own cache meets the budget: {entries['serve']}; to convert all the "
-            "same, plan with --allow and the structures to choose among",
+            f"no conversion is needed, the engine's own cache meets the budget: {entries['serve']}; to convert anyway, "
+            "plan with --allow and the structures to choose from",
             setting="plan",
         )
     if set(entries) != {"to", "settings", "predicted"} or not all(
         isinstance(entries[name], Mapping) for name in ("settings", "predicted")
     ):
-        raise SurgeryError.at(path, "no plan, which has to, settings and predicted: make one with surgery plan")
+        raise SurgeryError.at(
+            path, "not a plan file: it needs to, settings and predicted; create one with surgery plan"
+        )
     for name in ("loss_increase", *entries["predicted"]):
         value = entries["predicted"].get(name)
         if type(value) not in (int, float) and not (value is None and name != "loss_increase"):
-            raise SurgeryError.at(path, f"predicted {name} is {value!r}, no number: make it anew with surgery plan")
+            raise SurgeryError.at(
+                path, f"predicted {name} must be a number, not {value!r}; create the plan again with surgery plan"
+            )
     return PlannedConversion(find_target(str(entries["to"])), entries["settings"], entries["predicted"])

@@ -189,7 +189,7 @@ def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> 
         if not fitting:
             least = rows[0]
             raise SurgeryError(
-                f"nothing keeps to {share:.1%} of the KV bytes; the smallest is {least.kv_ratio:.1%}, for "
+                f"no candidate fits into {share:.1%} of the KV bytes; the smallest takes {least.kv_ratio:.1%}, for "
                 f"{cost(least.loss_increase)}: {least.command}"
             )
         return fitting[0]
@@ -197,7 +197,8 @@ def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> 
     if not meeting:
         least = min(rows, key=lambda row: row.loss_increase)
         raise SurgeryError(
-            f"nothing loses at most {max_loss:g} nats per token; the least is {cost(least.loss_increase)}, at "
+            f"no candidate increases the loss by at most {max_loss:g} nats per token; "
+            f"the smallest increase is {cost(least.loss_increase)}, at "
             f"{least.kv_ratio:.1%} of the KV bytes: {least.command}"
         )
     return min(meeting, key=lambda place: rows[place].kv_bytes)

@@ -75,17 +75,19 @@ class PlanSettings(ConversionSettings):
         super().__post_init__()
         budgets = [name for name in ("kv_ratio", "memory", "max_loss") if getattr(self, name) is not None]
         if len(budgets) > 1:
-            raise SurgeryError(f"{budgets[0]} is a budget, and {budgets[1]} is another: give one")
+            raise SurgeryError(f"{budgets[0]} and {budgets[1]} exclude each other: pass one budget")
         if self.calibration == NO_CALIBRATION:
             raise SurgeryError(
-                "calibration none: a plan measures what candidates lose, and needs text for it", setting="calibration"
+                "calibration none: a plan measures losses and needs text; set builtin or a file", setting="calibration"
             )
         choices = [*TARGETS, BITS, ENGINE]
         if unknown := [name for name in self.allow if name not in choices]:
-            raise SurgeryError(f"allow {unknown[0]}: choose among {', '.join(choices)}", setting="allow")
+            raise SurgeryError(f"unknown allow {unknown[0]}; choose from {', '.join(choices)}", setting="allow")
         if ENGINE in self.allow:
             if self.engine is None:
-                raise SurgeryError("allow engine: name the engine too, such as --engine vllm", setting="engine")
+                raise SurgeryError(
+                    "allow engine needs an engine: pass --engine, such as --engine vllm", setting="engine"
+                )
             cache_formats(self.engine)  # raises for an engine without own formats
         if self.memory is not None:
             parse_size(self.memory, "memory")  # raises for an invalid size
@@ -122,7 +124,7 @@ def beyond_positions(tokens: int, positions: int) -> str | None:
     """Return a warning for a context beyond the model's positions; None for a context within them."""
     if tokens <= positions:
         return None
-    return f"context {tokens:,} is beyond the model's {positions:,} positions: bytes at it are of no text that it reads"
+    return f"context {tokens:,} exceeds the model's {positions:,} positions: KV bytes are computed beyond its limit"
 
 
 def parse_tokens(text: str) -> int:
@@ -133,5 +135,5 @@ def parse_tokens(text: str) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+)\s*(k?)\s*", str(text).lower().replace(",", "").replace("_", ""))
     if not match:
-        raise SurgeryError(f"context {text!r} is no number of tokens: write 32k or 32768", setting="context")
+        raise SurgeryError(f"context must be a number of tokens such as 32k or 32768, not {text!r}", setting="context")
     return int(match[1]) * (1024 if match[2] else 1)

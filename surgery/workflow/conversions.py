@@ -30,7 +30,7 @@ def convert(step: Step, where: str) -> Action:
     if "plan" in values:
         plan = str(values.pop("plan"))
         if "to" in values:
-            raise SurgeryError(f"{where}: the plan says what the attention becomes; leave to out")
+            raise SurgeryError(f"{where}: to is not allowed together with a plan, which sets it; remove to")
         return _conversion_action(
             step, source, lambda finished: _planned_settings(plan, values, finished, where), where
         )
@@ -155,7 +155,7 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
         expected = as_json(expected)
         if not beside.exists() or {name: read_json(beside).get(name) for name in expected} != expected:
             raise SurgeryError.at(
-                path, "is of another source or other settings; remove it, or choose another --work folder"
+                path, "was made from another source or with other settings; remove it, or choose another --work folder"
             )
         progress.note(f"{path}: is there already")
         return

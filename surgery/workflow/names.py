@@ -68,8 +68,8 @@ def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
 def _explain(name: str, outputs: dict[str, str], later: list[str]) -> str | None:
     """Explain an unresolved name by the steps of the recipe; None if it resembles none."""
     if name in later:
-        return f"{name} is not made by an earlier step; move it up"
+        return f"{name} is not an output of an earlier step; reorder the steps"
     if name in outputs:
-        return f"{name} is a {outputs[name]} step, which makes no such thing"
+        return f"{name} is a {outputs[name]} step, whose output cannot be used here"
     hint = did_you_mean(name, list(outputs))
-    return f"{name}: no earlier step makes it, and there is no such folder{hint}" if hint else None
+    return f"{name}: neither an earlier step nor an existing folder{hint}" if hint else None

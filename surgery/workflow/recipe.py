@@ -71,7 +71,7 @@ class Recipe:
         names = [step.name for step in steps]
         for name in names:
             if names.count(name) > 1:
-                raise SurgeryError.at(path, f"two steps are called {name}")
+                raise SurgeryError.at(path, f"duplicate step name {name}; rename one")
         name = str(content.get("name", path.stem))
         _check_plain(name, str(path))
         return cls(path, name, steps)
@@ -266,7 +266,7 @@ def _measure(value: Any, where: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise SurgeryError(f"{where}: measure must be true, false or settings of an evaluation, not {value!r}")
     for name in set(value) & {"tasks", "variants"}:
-        raise SurgeryError(f"{where}: measure has no {name}: use an eval step for other than loss and recall")
+        raise SurgeryError(f"{where}: measure does not support {name}, only loss and recall; use an eval step")
     EvalSettings.from_mapping(value, where)
     return value
 
@@ -293,7 +293,7 @@ def _step(path: Path, number: int, entry: Any) -> Step:
     if verb not in VERBS:
         raise SurgeryError(f"{where}: unknown command {verb!r}{did_you_mean(str(verb), list(VERBS))}")
     if not isinstance(settings, dict):
-        raise SurgeryError(f"{where}: {verb} has no settings")
+        raise SurgeryError(f"{where}: {verb} is empty; add its settings")
     settings = dict(settings)
     name = str(pop_required(settings, "name", where))
     _check_plain(name, where)
@@ -330,5 +330,7 @@ def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
     pattern, reader = HeadPattern.load(path), CheckpointReader.open(source)
     expected = {**settings.to_dict(), "length": sequence_length(settings, reader.config)}
     if dict(pattern.settings) != expected or pattern.model.get("sha256") != reader.fingerprint():
-        raise SurgeryError.at(path, "is of another model or other settings; remove it, or choose another --work folder")
+        raise SurgeryError.at(
+            path, "was made from another model or with other settings; remove it, or choose another --work folder"
+        )
     return True

@@ -93,7 +93,7 @@ def test_outputs_of_other_settings_are_not_taken_for_them(finished, tmp_path):
     recipe, work, _ = finished
     steps = yaml.safe_load(recipe.read_text())["steps"]
     steps[0]["convert"]["seed"] = 7
-    with pytest.raises(SurgeryError, match="half: is of another source or other settings"):
+    with pytest.raises(SurgeryError, match="half: was made from another source or with other settings"):
         run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
 
 
@@ -109,9 +109,9 @@ KEEP = {"kv_ratio": 0.1}
         ([{"convrt": {"name": "a"}}], r"unknown command 'convrt'; did you mean convert\?"),
         ([{"convert": {"source": "builtin"}}], "step 1: name is missing"),
         ([{"convert": {"name": "../a", "source": "builtin"}}], "plain file name"),
-        ([{"convert": None}], "no settings"),
+        ([{"convert": None}], "convert is empty; add its settings"),
         (["convert"], "one command"),
-        ([STEP, STEP], "two steps are called a"),
+        ([STEP, STEP], "duplicate step name a"),
         ([{"convert": {"name": "a"}}], "step a: source is missing"),
         ([{"convert": {"name": "a", "source": "x", "to": "gqx"}}], "unknown target"),
         ([STEP, {"eval": {"name": "r", "checkpoints": ["a"], "taks": ["loss"]}}], "did you mean tasks"),
@@ -126,10 +126,13 @@ KEEP = {"kv_ratio": 0.1}
         ),
         (
             [{"slice": {"name": "s", "source": "a", **KEEP}}, STEP],
-            "step s: a is not made by an earlier step; move it up",
+            "step s: a is not an output of an earlier step; move it up",
         ),
-        ([{"convert": {"name": "a", "source": "a"}}], "step a: a is not made by an earlier step"),
-        ([HEADS, {"slice": {"name": "s", "source": "p", **KEEP}}], "p is a heads step, which makes no such thing"),
+        ([{"convert": {"name": "a", "source": "a"}}], "step a: a is not an output of an earlier step"),
+        (
+            [HEADS, {"slice": {"name": "s", "source": "p", **KEEP}}],
+            "p is a heads step, whose output cannot be used here",
+        ),
         (
             [STEP, {"convert": {"name": "h", "source": "a", "to": "hybrid", "heads": "p.x"}}],
             "p.x: no such pattern file",

@@ -34,7 +34,7 @@ QUICK = "--calibration-tokens 2048 --calibration-length 256 --held-out 2"
         ("size=3m", "convert builtin --calibration none --out {small}/out", "other", "needs"),
         ("size=3m", "export builtin --engine llama.cpp --out {small}/m.gguf", "other", "no space left"),
         ("ro", "convert builtin --calibration none --out {small}/out", "other", "Read-only file system"),
-        ("ro", "plan builtin --out {small}/plan.yaml", "other", "cannot be written there"),
+        ("ro", "plan builtin --out {small}/plan.yaml", "other", "create the folder, or make it writable"),
         ("ro", "eval builtin --tasks loss --limit 1 --variants none --out {small}/r", "other", "Read-only file system"),
         ("ro", "heads builtin --method induction --out {small}/p.safetensors", "other", "Read-only file system"),
         ("ro", "heal builtin --teacher builtin --max-steps 1 --out {small}/h", "other", "Read-only file system"),

@@ -363,16 +363,18 @@ def test_what_cannot_be_met_says_what_comes_nearest_and_its_price(plan):
         replace(plan.rows[0], kv_ratio=0.4, loss_increase=0.1),
     ]
     assert choose(rows, None, 0.2) == 1 and choose(rows, None, 0.6) == 0 and choose(rows, 0.3, None) == 0
-    with pytest.raises(SurgeryError, match=r"loses at most 0.05 nats .* the least is \+0.1000 .* at 40.0% of the KV"):
+    with pytest.raises(
+        SurgeryError, match=r"loss by at most 0.05 nats .* the smallest increase is \+0.1000 .* at 40.0% of the KV"
+    ):
         choose(rows, None, 0.05)
-    with pytest.raises(SurgeryError, match=r"keeps to 10.0% of the KV bytes; the smallest is 20.0%, for \+0.5000"):
+    with pytest.raises(SurgeryError, match=r"fits into 10.0% of the KV bytes; the smallest takes 20.0%, for \+0.5000"):
         choose(rows, 0.1, None)
 
 
 def test_a_budget_that_nothing_meets_is_told_with_the_smallest_that_there_is(checkpoints):
     settings = PlanSettings(kv_ratio=0.001, allow=("lowrank", "quantized", "bits"), **TEXT, **CONTEXT)
     with pytest.raises(
-        SurgeryError, match=r"keeps to 0.1% of the KV bytes; the smallest is \d+\.\d%, for [+-]"
+        SurgeryError, match=r"fits into 0.1% of the KV bytes; the smallest takes \d+\.\d%, for [+-]"
     ) as message:
         make_plan(checkpoints("llama"), settings)
     assert "--to lowrank --kv-ratio 0.0" in str(message.value) and "\n" not in str(message.value)
@@ -434,10 +436,10 @@ def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoi
     [
         ({"memory": "8 potatoes"}, "not a size"),
         ({"memory": "0GiB"}, "not a size"),
-        ({"context": "long"}, "no number of tokens"),
+        ({"context": "long"}, "must be a number of tokens"),
         ({"context": "0"}, "at least 1"),
-        ({"memory": "1GiB", "kv_ratio": 0.5}, "is another: give one"),
-        ({"allow": "lowrank,nothing"}, "choose among"),
+        ({"memory": "1GiB", "kv_ratio": 0.5}, "exclude each other"),
+        ({"allow": "lowrank,nothing"}, "unknown allow nothing; choose from"),
         ({"calibration": "none"}, "needs text"),
     ],
 )

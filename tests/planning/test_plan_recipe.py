@@ -37,7 +37,7 @@ def test_a_conversion_carries_out_the_plan_before_it(checkpoints, tmp_path):
     run_recipe(recipe, tmp_path / "work", QUIET)
     assert before == [path.stat().st_mtime_ns for path in sorted((tmp_path / "work").glob("*.yaml"))]
     other = write(tmp_path, {"plan": {"name": "chosen", "source": source, **settings, "kv_ratio": 0.25}})
-    with pytest.raises(SurgeryError, match=r"chosen\.yaml: is of another source or other settings"):
+    with pytest.raises(SurgeryError, match=r"chosen\.yaml: was made from another source or with other settings"):
         run_recipe(other, tmp_path / "work", QUIET)
 
 
@@ -47,10 +47,16 @@ PLAN = {"plan": {"name": "chosen", "source": "builtin"}}
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([{"convert": {"name": "a", "source": "builtin", "plan": "chosen"}}, PLAN], "chosen is not made by an earlier"),
+        (
+            [{"convert": {"name": "a", "source": "builtin", "plan": "chosen"}}, PLAN],
+            "chosen is not an output of an earlier step",
+        ),
         ([{"convert": {"name": "a", "source": "builtin", "plan": "gone.yaml"}}], "gone.yaml: no such plan file"),
-        ([PLAN, {"convert": {"name": "a", "source": "builtin", "plan": "chosen", "to": "mla"}}], "leave to out"),
-        ([PLAN, {"convert": {"name": "a", "source": "chosen"}}], "chosen is a plan step, which makes no such thing"),
+        ([PLAN, {"convert": {"name": "a", "source": "builtin", "plan": "chosen", "to": "mla"}}], "remove to"),
+        (
+            [PLAN, {"convert": {"name": "a", "source": "chosen"}}],
+            "chosen is a plan step, whose output cannot be used here",
+        ),
         ([{"plan": {"name": "chosen", "source": "builtin", "kv_ration": 0.5}}], "did you mean kv_ratio"),
     ],
 )
