@@ -34,7 +34,7 @@ def paired_difference(measured: Sequence[float], baseline: Sequence[float], seed
         SurgeryError: the numbers of samples differ or are 0.
     """
     if len(measured) != len(baseline) or not len(measured):
-        raise SurgeryError(f"no paired comparison of {len(measured)} with {len(baseline)} samples")
+        raise SurgeryError(f"paired comparison needs equal numbers of samples, not {len(measured)} and {len(baseline)}")
     differences = np.asarray(measured, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
     if len(differences) == 1:
         return Difference(float(differences[0]), None, None, 1)

@@ -43,7 +43,7 @@ def complete(
         SurgeryError: a prompt is empty.
     """
     if any(len(prompt) == 0 for prompt in prompts):
-        raise SurgeryError(f"{label}: an empty prompt cannot be completed, give it at least one token")
+        raise SurgeryError(f"{label}: the prompt is empty; pass at least one token")
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     batches = [
         [list(map(int, prompts[index])) for index in order[first : first + session.batch_size]]

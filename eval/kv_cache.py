@@ -115,7 +115,7 @@ def dtype_name(model: nn.Module) -> str:
         if parameter.is_floating_point():
             counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
     if not counts:
-        raise SurgeryError(f"{type(model).__name__} has no floating-point parameters: its dtype cannot be told")
+        raise SurgeryError(f"{type(model).__name__} has no floating-point parameters: its dtype is unknown")
     return str(max(counts, key=counts.get)).removeprefix("torch.")
 
 

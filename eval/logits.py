@@ -61,7 +61,7 @@ class LogitReader:
         module = self._body if self.splits else self._model
         output = module(input_ids=tokens.to(self._device), use_cache=True, **cache_for(module, cache))
         if (cache := returned_cache(output)) is None:
-            raise SurgeryError(f"{type(self._model).__name__} keeps no cache: nothing can be decoded through it")
+            raise SurgeryError(f"{type(self._model).__name__} returns no KV cache, which decoding needs")
         return output.last_hidden_state if self.splits else output.logits, cache
 
     def frozen_head(self) -> nn.Module | None:

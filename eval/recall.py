@@ -74,7 +74,7 @@ def draw_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
         SurgeryError: `count` is below 1 or above the number of names.
     """
     if not 1 <= count <= len(NAMES):
-        raise SurgeryError(f"{count} planted facts: from 1 to {len(NAMES)} are possible, one for each name")
+        raise SurgeryError(f"number of planted facts must be from 1 to {len(NAMES)}, not {count}")
     names = rng.sample(NAMES, count)
     return [(name, str(rng.randint(10_000, 99_999))) for name in names]
 

@@ -29,7 +29,7 @@ def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) 
     """
     length = tokens.shape[1]
     if not 1 <= decoded < length - 1:
-        raise SurgeryError(f"cannot decode {decoded} of {length} tokens: from 1 to {length - 2} are possible")
+        raise SurgeryError(f"decoded must be from 1 to {length - 2} for {length} tokens, not {decoded}")
     # The last token is only a target.
     prefill = length - 1 - decoded
     states, cache = reader.extend(tokens[:, :prefill], None)

@@ -150,9 +150,13 @@ def _check_same(first: Report, other: Report, first_name: str, name: str) -> Non
     for setting in SHARED_SETTINGS:
         expected, value = first["settings"].get(setting), other["settings"].get(setting)
         if expected != value:
-            raise SurgeryError(f"{name}: {setting} is {value}, in {first_name} it is {expected}; they do not compare")
+            raise SurgeryError(
+                f"{name}: {setting} is {value}, in {first_name} it is {expected}; they are not comparable"
+            )
     if first["tokenizer"] != other["tokenizer"]:
-        raise SurgeryError(f"{name}: its models have another tokenizer than those of {first_name}; they do not compare")
+        raise SurgeryError(
+            f"{name}: its models have another tokenizer than those of {first_name}; they are not comparable"
+        )
 
 
 def _add_row(rows: list[ReportRow], row: ReportRow, report: str) -> None:

@@ -86,9 +86,9 @@ def check_model(model: PreTrainedModel, name: str, windows: Collection[int] = ()
     """Raise NoVariant or SurgeryError as `install` does; layers outside `windows` must have full attention."""
     decoder = model.base_model
     if (variant := getattr(decoder, "surgery_variant", None)) is not None:
-        raise SurgeryError(f"this model is a variant already, with {variant}: load the baseline again for another one")
+        raise SurgeryError(f"the model already has {variant} installed: load the baseline again for another variant")
     if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise NoVariant(f"{type(model).__name__} is not a decoder with a head: {name} needs a causal language model")
+        raise NoVariant(f"{type(model).__name__} is not a causal language model, which {name} needs")
     if getattr(model.config, "kv_cache", None):
         raise NoVariant(f"the checkpoint has a quantized KV cache of its own: {name} needs the one that it was made of")
     with refusals(NoVariant):

@@ -230,7 +230,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
         ValueError: the codes do not fill whole bytes.
     """
     if codes.shape[-1] * bits % 8 or (bits == 3 and codes.shape[-1] % 8):
-        raise ValueError(f"{codes.shape[-1]} values of {bits} bits fill no whole bytes")
+        raise ValueError(f"{codes.shape[-1]} values of {bits} bits do not fill whole bytes")
     return pack(codes.to(torch.uint8).unsqueeze(-1), bits).squeeze(-1)
 
 
@@ -246,7 +246,7 @@ def hadamard(size: int) -> Tensor:
         ValueError: `size` is not a power of two.
     """
     if size < 1 or size & (size - 1):
-        raise ValueError(f"a Hadamard rotation of {size} channels: a power of two is needed")
+        raise ValueError(f"Hadamard rotation of {size} channels is not supported; the number must be a power of two")
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

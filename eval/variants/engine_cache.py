@@ -56,7 +56,7 @@ def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None 
     check_model(model, f"the cache {format}", windows_of(model.config))
     if format in CALIBRATED:
         if tokens is None:
-            raise SurgeryError(f"{format} is calibrated: give tokens")
+            raise SurgeryError(f"format {format} needs calibration: pass tokens")
         with refusals(NoVariant):
             rotations = oscar_cache.oscar_rotations(model, tokens)
         layers, chunk = oscar_cache.oscar_layers(rotations), oscar_cache.CHUNK
@@ -64,5 +64,5 @@ def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None 
         layers = FORMATS[format](model.config.get_text_config(decoder=True))
         chunk = kvarn_cache.PRESETS[format][2] if format in kvarn_cache.PRESETS else 0
     else:
-        raise SurgeryError(f"a cache of {format!r}: choose of {', '.join([*FORMATS, *CALIBRATED])}")
+        raise SurgeryError(f"unknown cache format {format!r}; choose one of {', '.join([*FORMATS, *CALIBRATED])}")
     return coded_cache(model, f"the cache {format}", layers, chunk)

@@ -39,7 +39,7 @@ class GgmlBlocks(Coder):
 
     def encode(self, tokens: Tensor) -> Parts:
         if tokens.shape[-1] % BLOCK:
-            raise ValueError(f"heads of {tokens.shape[-1]} channels: llama.cpp quantizes multiples of {BLOCK}")
+            raise ValueError(f"head size {tokens.shape[-1]} is not supported; llama.cpp quantizes multiples of {BLOCK}")
         if self.interleaved:
             tokens = tokens.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         blocks = rotated(tokens, self.rotation(tokens.shape[-1])).unflatten(-1, (-1, BLOCK))

@@ -25,7 +25,7 @@ class Nvfp4(Coder):
 
     def encode(self, tokens: Tensor) -> Parts:
         if tokens.shape[-1] % BLOCK:
-            raise ValueError(f"heads of {tokens.shape[-1]} channels: NVFP4 has blocks of {BLOCK}")
+            raise ValueError(f"head size {tokens.shape[-1]} is not supported; NVFP4 needs multiples of {BLOCK}")
         blocks = tokens.float().unflatten(-1, (-1, BLOCK))
         scale = as_fp8(blocks.abs().amax(-1, keepdim=True) * (1 / 6))
         factor = of_fp8(scale)

@@ -57,7 +57,7 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
         visible = layers[0].visible(queries, new.device)
         if real is not None and padding.has_gaps:
             if keep:
-                raise SurgeryError("the attention mask has padding after a row's first token: pad on the left")
+                raise SurgeryError("right padding is not supported: pad on the left")
             own = torch.eye(queries, dtype=torch.bool, device=visible.device)
             visible = visible & (real[:, None, None, :].to(visible.device) | own)
         eager = decoder.config._attn_implementation == "eager"

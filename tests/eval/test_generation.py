@@ -109,7 +109,7 @@ def test_goes_beyond_the_context_of_the_model(model, session):
 
 
 def test_refuses_nonsense(model, session):
-    with pytest.raises(SurgeryError, match="empty prompt"):
+    with pytest.raises(SurgeryError, match="prompt is empty"):
         complete(model, session, [[1], []], 3, "write")
     assert complete(model, session, [], 3, "write") == []
 

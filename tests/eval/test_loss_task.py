@@ -108,5 +108,5 @@ def test_position_buckets_cover_every_predicted_token():
 
 
 def test_decoding_everything_is_refused(checkpoints, text):
-    with pytest.raises(SurgeryError, match="cannot decode"):
+    with pytest.raises(SurgeryError, match="decoded must be from 1 to"):
         losses_through_cache(LogitReader(load(checkpoints("llama")), text.tokens), text.tokens, 39)

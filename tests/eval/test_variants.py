@@ -218,7 +218,7 @@ def test_foreign_caches_are_refused(load, variant):
 def test_a_model_is_made_a_variant_once(load, variant):
     model = variant(load())
     for again in VARIANTS.values():
-        with pytest.raises(SurgeryError, match="variant already"):
+        with pytest.raises(SurgeryError, match="the model already has"):
             again(model)
 
 
