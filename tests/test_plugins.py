@@ -157,7 +157,7 @@ def test_a_program_registers_without_a_package():
             surgery.register_scorer("of-this-test", lambda session: None)
         with pytest.raises(SurgeryError, match="there is a 'duo' already"):
             surgery.register_scorer("duo", lambda session: None)
-        with pytest.raises(SurgeryError, match="cannot be added: choose gqa, lowrank"):
+        with pytest.raises(SurgeryError, match="choose one of gqa, lowrank"):
             surgery.register_method("mla", "mine", None)
         with pytest.raises(SurgeryError, match=r".mine. is a function: wrap it, .*low_rank_methods.Method"):
             surgery.register_method("lowrank", "mine", lambda block, rank: None)

@@ -146,7 +146,7 @@ def test_mistakes_are_one_line(call, message, here):
 
 
 def test_a_model_in_memory_has_no_text_without_its_tokenizer(in_memory, here):
-    with pytest.raises(surgery.SurgeryError, match="give tokenizer="):
+    with pytest.raises(surgery.SurgeryError, match="pass tokenizer="):
         surgery.convert(in_memory[0], to="gqa")
     assert not list((here.parent / "temporary").iterdir())
 

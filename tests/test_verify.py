@@ -140,7 +140,7 @@ def forget_hashes(path):
 @pytest.mark.parametrize(
     ("damage", "caught", "words"),
     [
-        (flip, "files", "model.safetensors is not the file that was written"),
+        (flip, "files", "model.safetensors was changed after it was written"),
         (swap, "logits", "differ from those on record"),
         (
             partial(edit_config, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),

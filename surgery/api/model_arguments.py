@@ -64,15 +64,15 @@ def on_disk(model: Model, tokenizer: PreTrainedTokenizerBase | None, *, tokenize
         yield OnDisk(path, path)
     elif hasattr(model, "save_pretrained") and hasattr(model, "config"):
         if tokenized and tokenizer is None:
-            raise SurgeryError("a model in memory has no text without its tokenizer: give tokenizer=...")
+            raise SurgeryError("a model in memory needs its tokenizer for text: pass tokenizer=...")
         with TemporaryFolder("model") as folder:
             path = Path(folder, Path(getattr(model.config, "name_or_path", "") or "model").name)
             _save(model, tokenizer, path)
             yield OnDisk(str(path), None, device=str(model.device))
     else:
         raise SurgeryError(
-            f"a {type(model).__name__} is no model: give a folder, a hub id, builtin, smollm2, a model of transformers "
-            "or a result of surgery's functions"
+            f"unsupported model type {type(model).__name__}: pass a folder, a hub id, builtin, smollm2, a "
+            "transformers model or a result of surgery's functions"
         )
 
 

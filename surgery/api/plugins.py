@@ -56,5 +56,5 @@ def register_method(structure: str, name: str, method: Any) -> None:
 
     places = {target.name: target.methods for target in TARGETS.working().values() if target.methods}
     if structure not in places:
-        raise SurgeryError(f"methods of {structure!r} cannot be added: choose {', '.join(places)}")
+        raise SurgeryError(f"cannot add methods to {structure!r}: choose one of {', '.join(places)}")
     load(places[structure]).register(name, method)

@@ -128,7 +128,7 @@ def convert(
     planned = None
     if plan is not None:
         if config is not None or to is not None:
-            raise SurgeryError("--plan says what the attention becomes: leave --to and --config out")
+            raise SurgeryError("--plan already sets the target: remove --to and --config")
         from surgery.planning.plan_file import read_plan
 
         planned = read_plan(plan)

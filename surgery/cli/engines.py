@@ -35,9 +35,7 @@ def doctor(
         show_machine(gpu=gpu, as_json=as_json)
         return
     if gpu:
-        raise SurgeryError(
-            f"--gpu asks for the machine's accelerators, and {checkpoint} is a checkpoint: leave one out"
-        )
+        raise SurgeryError(f"--gpu checks this machine, not a checkpoint: remove --gpu or {checkpoint}")
     from surgery.checkpoint.named_models import find_model
 
     checkpoint = find_model(checkpoint)

@@ -167,7 +167,7 @@ def run(
     """
     if recipe is None:
         if work is not None or restart or dry_run:
-            raise SurgeryError("no recipe: name a YAML file of steps, or one of those that surgery run lists")
+            raise SurgeryError("RECIPE is missing: pass a YAML file of steps, or a name that surgery run lists")
         show_shipped("recipes", as_json=as_json)
         return
 

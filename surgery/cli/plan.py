@@ -68,7 +68,7 @@ def plan_(
         check_picture(plot)
     for file in (out, plot):
         if file is not None and not os.access(file.parent, os.W_OK):
-            raise SurgeryError.at(file, "cannot be written there; is the folder missing, or read-only?")
+            raise SurgeryError.at(file, "cannot be written; create the folder, or make it writable")
 
     if dry_run:
         from surgery.console.planning import show_forecast

@@ -71,7 +71,7 @@ def config_page(name: str) -> str:
     hand_written = {each.name: each.path for each in (*shipped("recipes"), *shipped("configs"))}
     if name not in hand_written:
         names = list(dict.fromkeys([*classes, *hand_written]))
-        raise SurgeryError(f"{name}: no settings of that name: choose {', '.join(names)}{did_you_mean(name, names)}")
+        raise SurgeryError(f"unknown settings {name}; choose one of {', '.join(names)}{did_you_mean(name, names)}")
     return hand_written[name].read_text(encoding="utf-8")
 
 

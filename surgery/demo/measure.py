@@ -78,7 +78,9 @@ def measure(path, tokens, prompt, new_tokens):
     model = model.eval()
     module = type(model).__module__
     if not module.startswith(("transformers.models.", "transformers_modules.")):
-        raise SystemExit(f"{path}: loads as {module}.{type(model).__name__}, neither of transformers nor of its folder")
+        raise SystemExit(
+            f"{path}: loads as {module}.{type(model).__name__}, a class neither of transformers nor of its folder"
+        )
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=True)
     # Decoding has too little work per token for several threads.
     threads = torch.get_num_threads()

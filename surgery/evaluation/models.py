@@ -114,7 +114,7 @@ class Checkpoint:
                 _check_layer(layer["layer"])
                 _check_numbers(layer.get("measured") or {})
             if not isinstance(report.get("healing"), dict | None):
-                raise TypeError("healing is no mapping")
+                raise TypeError("healing is not a mapping")
             return {
                 "to": report["target"]["to"],
                 "method": report["target"]["method"],
@@ -134,14 +134,14 @@ class Checkpoint:
 def _check_layer(layer: Any) -> None:
     """Raise TypeError unless the value is a layer index or a range of layers, such as "4-7"."""
     if type(layer) is not int and not (isinstance(layer, str) and re.fullmatch(r"\d{1,9}-\d{1,9}", layer, re.ASCII)):
-        raise TypeError(f"layer is {layer!r}, no number")
+        raise TypeError(f"layer is {layer!r}, not a number")
 
 
 def _check_numbers(values: dict[str, Any]) -> None:
     """Raise TypeError for a value that is neither a number nor None."""
     for name, value in values.items():
         if type(value) not in (int, float, NoneType):
-            raise TypeError(f"{name} is {value!r}, no number")
+            raise TypeError(f"{name} is {value!r}, not a number")
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -89,7 +89,7 @@ class Prepared:
         old = read_report(out)
         if changed := _changed_settings(old, self.settings, tasks):
             raise SurgeryError.at(
-                out, f"its report has another {', '.join(changed)}; choose another --out or say --overwrite"
+                out, f"its report has another {', '.join(changed)}; choose another --out or pass --overwrite"
             )
         missing = [name for name in old["tasks"] if name not in {task.name for task in tasks.all}]
         missing += [
@@ -173,7 +173,7 @@ def _common_tokenizer(checkpoints: Sequence[Checkpoint]) -> Any:
     for checkpoint in checkpoints[1:]:
         if tokenizer_sha256(checkpoint.tokenizer()) != expected:
             raise SurgeryError(
-                f"{checkpoint.name} has another tokenizer than {checkpoints[0].name}: losses over different tokens do "
-                "not compare; evaluate them apart"
+                f"{checkpoint.name} has another tokenizer than {checkpoints[0].name}: losses over different "
+                "tokens are not comparable; evaluate them separately"
             )
     return tokenizer

@@ -115,4 +115,4 @@ def check_names(rows: Sequence[ModelRow]) -> None:
     names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
-            raise SurgeryError(f"two models are called {name}: name them, surgery eval one=CKPT other=CKPT")
+            raise SurgeryError(f"two models are named {name}: pass names, surgery eval one=CKPT other=CKPT")

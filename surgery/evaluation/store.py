@@ -60,7 +60,7 @@ class ResultStore:
         """Raise SurgeryError if the path is a file, cannot be read, or is a non-empty folder without an evaluation."""
         try:
             if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
-                raise SurgeryError.at(folder, "holds other things than an evaluation; choose another --out")
+                raise SurgeryError.at(folder, "contains files other than an evaluation's; choose another --out")
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
 

@@ -136,11 +136,11 @@ def _check(name: str, look: Callable[[], str]) -> Check:
 def _files(report: Recorded, compared: FileComparison) -> str:
     if not report.files:
         whose = "an earlier version's" if report.there else "missing"
-        raise _NotChecked(f"the report that would hold their hashes is {whose}")
+        raise _NotChecked(f"the report with their hashes is {whose}")
     if compared.missing:
         raise SurgeryError(f"{compared.missing[0]} is missing; download it again")
     if compared.changed:
-        raise SurgeryError(f"{compared.changed[0]} is not the file that was written; download it again")
+        raise SurgeryError(f"{compared.changed[0]} was changed after it was written; download it again")
     if compared.refused:
         names = [f"{as_text(name)} ({kind.value})" for name, kind in compared.refused.items()]
         names = [*names[:SHOWN], *([f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
@@ -182,7 +182,7 @@ def _kv_bytes(reader: CheckpointReader, opened, report: Recorded) -> str:
     tokens, stated = report.kv
     predicted = kv_bytes_of(reader.config, opened.weight_dtype)(tokens, prompt=prompt_of(tokens)) / tokens
     if not abs(predicted - stated) <= 1e-6 * predicted:
-        raise SurgeryError(f"{predicted:,.1f} a token, where the report says {stated:,.1f}")
+        raise SurgeryError(f"{predicted:,.1f} a token, but the report says {stated:,.1f}")
     return f"{predicted:,.0f} a token at {tokens:,} tokens, as the report says"
 
 
@@ -203,7 +203,7 @@ def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:
 
 def _refuse_prompt_bases(reader: CheckpointReader) -> None:
     if any(entry.kind == "cross_layer_prompt" for entry in layer_entries(reader.config)):
-        raise _NotChecked("every prompt has a basis of its own, so pieces of one are another function")
+        raise _NotChecked("each prompt has its own basis, so a prompt in pieces gives other logits")
 
 
 def _whole(reader: CheckpointReader, opened, seed: int) -> str:

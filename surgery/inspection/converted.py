@@ -49,7 +49,7 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
             sizes = [per_token(by_layer[layer] / longest) for layer in layers]
             kinds = [f"{kind}, {size} a token" for kind, size in zip(kinds, sizes, strict=True)]
     except KeyError as error:
-        raise SurgeryError(f"config.json of {reader.config['model_type']} does not say {error}") from None
+        raise SurgeryError(f"config.json of {reader.config['model_type']}: {error} is missing") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
         raise SurgeryError(f"config.json of {reader.config['model_type']} is damaged ({error})") from None
     return {

@@ -24,7 +24,7 @@ def check_healing(healing: dict[str, Any]) -> None:
             recall = row["recall"]
             numbers = [row["loss"], *([] if recall is None else [recall])]
             if not isinstance(row["name"], str) or any(type(each) not in (int, float) for each in numbers):
-                raise TypeError("healing.quality is no table of losses and recall")
+                raise TypeError("healing.quality is not a table of losses and recall")
     gap_closed(quality_table(healing))
     stage_facts(healing)
 

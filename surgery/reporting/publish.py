@@ -38,7 +38,7 @@ class Publication:
         """
         for flag, name in (("surgery push", self.repo), ("--base-model", self.base_model)):
             if name is not None and not is_hub_id(name):
-                raise SurgeryError(f"{flag} {name}: not a name on the hub; give org/name")
+                raise SurgeryError(f"{flag} {name}: not a hub repository name; use org/name")
 
     def check(self) -> None:
         """Check names, login and repository on the hub, without changing anything.
@@ -55,11 +55,11 @@ class Publication:
         try:
             user = api.whoami()
         except Exception as error:  # errors of the hub and of its HTTP library
-            why = f"the hub does not know you, run `hf auth login`: {reason(error)}"
+            why = f"not logged in to the hub, run `hf auth login`: {reason(error)}"
             raise SurgeryError(f"{self.repo}: {why}") from error
         namespaces = [user["name"], *(org["name"] for org in user.get("orgs", []))]
         if self.repo.partition("/")[0] not in namespaces:
-            raise SurgeryError(f"{self.repo}: you may write to {', '.join(namespaces)}")
+            raise SurgeryError(f"{self.repo}: no write access; choose a name in {', '.join(namespaces)}")
         try:
             files = [name for name in api.list_repo_files(self.repo) if name != OF_THE_HUB]
         except RepositoryNotFoundError:

@@ -150,7 +150,7 @@ def _check_source(source: dict) -> None:
     texts |= {name: source[name] for name in ("hub", "revision") if source.get(name) is not None}
     for name, text in texts.items():
         if not isinstance(text, str) or "\0" in text:
-            raise TypeError(f"source.{name} is no text")
+            raise TypeError(f"source.{name} is not text")
 
 
 def previous_report(folder: Path) -> dict | None:

@@ -103,7 +103,7 @@ def _verified_content(path: Path, sha256: str, *, in_memory: bool) -> bytes | Pa
         content = path if large else path.read_bytes()
         digest = hash_file(path) if large else hashlib.sha256(content).hexdigest()
     if digest != sha256:
-        raise SurgeryError.at(path, "is not the file that was written; `surgery verify` checks all files")
+        raise SurgeryError.at(path, "was changed after it was written; `surgery verify` checks all files")
     return content
 
 

@@ -69,11 +69,12 @@ def check_flow(path, measured: Flow, predicted: Flow) -> None:
     """Raise SurgeryError if the measured peak or footprint differs from the prediction."""
     if measured.peak_bytes != predicted.peak_bytes:
         raise SurgeryError.at(
-            path, f"keys and values took up to {measured.peak_bytes} bytes, {predicted.peak_bytes} were predicted"
+            path, f"peak of the KV cache is {measured.peak_bytes} bytes, predicted {predicted.peak_bytes}"
         )
     if not abs(measured.footprint - predicted.footprint) <= 1e-9:
         raise SurgeryError.at(
-            path, f"attention looked at {measured.footprint:.6f} of all pairs, predicted were {predicted.footprint:.6f}"
+            path,
+            f"attention visited {measured.footprint:.6f} of the query-key pairs, predicted {predicted.footprint:.6f}",
         )
 
 

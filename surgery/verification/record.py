@@ -69,11 +69,11 @@ def _check_probe(probe: dict[str, Any]) -> None:
     if probe["piece"] is not None:
         _check_integer(probe["piece"], 1, TOKENS)
     if any(type(each) not in (int, float) for each in (*probe["logits"], probe["spread"])):
-        raise ValueError("logits that are no numbers")
+        raise ValueError("logits are not numbers")
     if probe["dtype"] not in ("float64", "float32", "bfloat16"):
-        raise ValueError("no dtype that conversions run in")
+        raise ValueError("dtype is not one of conversions")
 
 
 def _check_integer(value: Any, least: int, greatest: int) -> None:
     if type(value) is not int or not least <= value <= greatest:
-        raise ValueError(f"{str(value)[:40]} is no whole number from {least} to {greatest}")
+        raise ValueError(f"{str(value)[:40]} is not a whole number from {least} to {greatest}")

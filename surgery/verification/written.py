@@ -122,9 +122,7 @@ def verify_by_running(
         raise SurgeryError.at(path, f"logits of the written checkpoint differ from the simulation by {difference:.1e}")
     predicted = kv_bytes_of(reader.config, weight_dtype)(tokens, prompt=prompt_of(tokens))
     if measured != predicted:
-        raise SurgeryError(
-            f"the live cache takes {measured} bytes at {tokens} tokens, where {predicted} were predicted"
-        )
+        raise SurgeryError(f"the live cache takes {measured} bytes at {tokens} tokens, predicted {predicted}")
     measured_flow = None
     if watch is not None:
         prompt = prompt_of(tokens)

@@ -92,7 +92,7 @@ def test_the_screen_says_what_and_where_and_nothing_is_written(folder, tmp_path,
     (tmp_path / "small-eval").mkdir()
     (tmp_path / "small-eval" / "notes.txt").write_text("mine")
     code, _, errors = run_main(monkeypatch, capsys, *verb)
-    assert code == 1 and "holds other things than an evaluation" in errors
+    assert code == 1 and "contains files other than an evaluation" in errors
 
 
 def test_conversations_are_not_drawn(folder, tmp_path, monkeypatch):

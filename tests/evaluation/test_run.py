@@ -241,7 +241,7 @@ def test_a_missing_wandb_is_told_before_anything_is_measured(models, tmp_path, m
 
 def test_foreign_folders_are_left_alone(models, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(SurgeryError, match="other things than an evaluation"):
+    with pytest.raises(SurgeryError, match="files other than an evaluation"):
         run([models[0]], None, tmp_path)
 
 
@@ -260,7 +260,7 @@ def test_other_tokenizers_are_refused(models, tmp_path):
 @pytest.mark.parametrize(
     ("names", "settings", "message"),
     [
-        (["{0}", "{0}/../one"], {}, "two models are called one"),
+        (["{0}", "{0}/../one"], {}, "two models are named one"),
         (["no-such-folder"], {}, "no-such-folder"),
         (["{0}"], {"data": "no-such-file.txt"}, "no-such-file"),
         (["{0}"], {"tasks": "needle", "needle_lengths": "20"}, "too small"),
