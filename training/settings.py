@@ -40,25 +40,23 @@ class HealSettings(FileSettings):
     student: str = setting("", "The converted checkpoint, a folder or a hub id.", section="Models", in_file=True)
     teacher: str | None = setting(
         None,
-        "What to distil from; builtin is the demo model.",
-        unset="the student's source, as its report names it, if teacher_logits and objective say nothing either",
+        "Model to distill from; builtin is the demo model.",
+        unset="the source in the student's report, if teacher_logits and objective are unset too",
         metavar="SRC|builtin|smollm2",
     )
     teacher_logits: str | None = setting(
         None,
-        "Folder of the teacher's top logits.",
-        more="With a teacher they are written there before the training, where they are not yet, and the teacher "
-        "leaves the memory; without one they must be there.",
+        "Folder of the teacher's top-k logits.",
+        more="With a teacher, missing logits are written before training, and the teacher is then unloaded; without "
+        "one the folder must be complete.",
         metavar="DIR",
         advanced=True,
     )
-    teacher_top_k: int = setting(
-        64, "Tokens of each position whose logits are kept in that folder.", least=1, advanced=True
-    )
+    teacher_top_k: int = setting(64, "Number of top logits stored per position.", least=1, advanced=True)
     out: str = setting(
         "",
         "Folder of the healed checkpoint.",
-        more="What a resumed run needs lies in OUT.run next to it.",
+        more="The state for resuming is in OUT.run next to it.",
         in_file=True,
     )
     data: tuple[str | dict[str, Any], ...] = setting(
@@ -74,73 +72,80 @@ class HealSettings(FileSettings):
     )
     recall: float = setting(
         0.25,
-        "Share of the sequences that carry planted facts with questions.",
+        "Share of the sequences with planted facts and questions about them.",
         more="Without them models forget to retrieve.",
         least=0,
         most=1,
         advanced=True,
     )
-    length: int = setting(1024, "Tokens of a sequence.")
+    length: int = setting(1024, "Tokens per sequence.")
     held_out: int = setting(
         16, "Sequences kept from training for the held-out loss; 0 for none.", least=0, advanced=True
     )
     train: Literal["all", "attention", "new", "lora"] = setting(
         "attention",
-        "What trains: whole attentions, new (what the teacher has not under that name and shape), adapters, or all.",
+        "Parameters to train: attention, new (those that the teacher lacks under that name and shape), lora, or all.",
         section="What trains",
     )
     train_patterns: tuple[str, ...] = setting(
-        (), "Names of parameters, with * and ?, that train besides.", advanced=True
+        (), "Names of additional parameters to train, with * and ?.", advanced=True
     )
     balanced: bool = setting(
         True,
-        "First rescale latents whose two sides train, so that one learning rate suits both.",
-        more="The student computes what it did, bit for bit.",
+        "First rescale latents between two trainable weights, so that one learning rate suits both.",
+        more="The student's outputs stay equal, bit for bit.",
         advanced=True,
     )
     lora_rank: int = setting(16, "Rank of the adapters.", least=1, advanced=True)
-    lora_alpha: float = setting(32.0, "An adapter's update counts alpha / rank.", above=0, advanced=True)
+    lora_alpha: float = setting(
+        32.0, "Alpha of the adapters, whose update is scaled by alpha / rank.", above=0, advanced=True
+    )
     lora_modules: tuple[str, ...] = setting(
-        (), "Names of the modules that get adapters, with * and ?; none: the attentions' linear ones.", advanced=True
+        (),
+        "Names of the modules that get adapters, with * and ?; none: the linear modules of attention.",
+        advanced=True,
     )
     entry_factors: str | None = setting(
-        None, "JSON file of entries that must not move, or move less.", metavar="FILE", advanced=True
+        None,
+        "JSON file of learning-rate multipliers for elements that move less, or not at all.",
+        metavar="FILE",
+        advanced=True,
     )
     objective: dict[str, float] = setting(
         factory=dict,
         help="Weights of kl, reverse_kl, jsd, cross_entropy, hidden and attention, with jsd_beta and temperature.",
-        more="Or layerwise alone: every attention against its teacher's on the same input, as a stage before one with "
-        "the others. Empty: kl 1, or cross_entropy 1 without a teacher.",
+        more="Or layerwise alone: each attention module against the teacher's on the same input, as a stage before one "
+        "with the others. Empty: kl 1, or cross_entropy 1 without a teacher.",
         section="Objective",
         in_file=True,
     )
     nested_ranks: tuple[float, ...] = setting(
         (),
-        "Shares of the latents, 1.0 among them, of which every step draws how many count, so that slices of the result "
-        "are good models too.",
-        more="MatryoshkaKV. Held-out losses are taken of every share.",
+        "Shares of the latent rank, including 1.0, one of which each step draws, so that slices of the result are good "
+        "models too.",
+        more="As in MatryoshkaKV. Held-out losses are measured at every share.",
         kind="shares such as [1.0, 0.5, 0.25]",
         metavar="F,F",
         advanced=True,
     )
     batch_size: int | None = setting(
         None,
-        "Sequences of a process at once.",
+        "Sequences per process in a batch.",
         least=1,
-        unset="as many as leave 200 steps in max_tokens, 4 at most",
-        more="On a CPU one, if max_seconds limits the run.",
+        unset="as many as leave 200 steps in max_tokens, at most 4",
+        more="On a CPU with max_seconds: 1.",
         section="Steps",
     )
     gradient_accumulation: int | None = setting(
         None,
-        "Batches of each process in one step.",
+        "Batches per process in an optimizer step.",
         least=1,
-        unset="as many as leave 200 steps in max_tokens, for 16 sequences of a process at most",
+        unset="as many as leave 200 steps in max_tokens, at most 16 sequences per process",
         advanced=True,
     )
     learning_rate: float = setting(1e-4, "Peak learning rate of AdamW.", above=0)
     schedule: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", "How the learning rate falls after the warm-up.", advanced=True
+        "cosine", "Decay of the learning rate after the warm-up.", advanced=True
     )
     warmup: float = setting(
         0.05, "Share of the budget over which the learning rate rises from 0.", least=0, most=1, advanced=True
@@ -152,68 +157,68 @@ class HealSettings(FileSettings):
         0.0, "Weight decay of matrices; vectors, norms and biases have none.", least=0, advanced=True
     )
     betas: tuple[float, ...] = setting((0.9, 0.95), "Betas of AdamW.", kind="two numbers", metavar="F,F", advanced=True)
-    clip: float | None = setting(1.0, "Largest norm of a step's gradient.", above=0, unset="no limit", advanced=True)
+    clip: float | None = setting(1.0, "Maximum norm of the gradient.", above=0, unset="no limit", advanced=True)
     max_tokens: int | None = setting(
         10_000_000,
-        "Stop after so many tokens.",
-        more="Whichever limit is used up first ends the run, and the schedule runs over it.",
+        "Stop after this many tokens.",
+        more="The limit that is reached first ends the run, and the schedule spans it.",
         least=1,
         section="Budget",
     )
     max_seconds: float | None = setting(
         None,
-        "Stop after so many seconds.",
-        more="Of training over all resumed runs, without loading and measuring.",
+        "Stop after this many seconds.",
+        more="Training time over all resumed runs, without loading and evaluation.",
         above=0,
         flag="max_time",
         metavar="SECONDS",
     )
-    max_steps: int | None = setting(None, "Stop after so many steps.", least=1)
+    max_steps: int | None = setting(None, "Stop after this many steps.", least=1)
     attention: Literal["auto", "model", "surgery"] = setting(
         "auto",
-        "Attention function: this project's kernel, or as the model is loaded.",
-        more="auto: PyTorch's fused kernel for any widths on a CPU, the model's on a GPU.",
+        "Attention function: surgery is this project's kernel, model the one that the model loads with.",
+        more="auto: PyTorch's fused kernel for any head sizes on a CPU, the model's on a GPU.",
         section="Machine",
         advanced=True,
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto",
-        "What models compute in: auto is bf16 on a GPU that can, fp32 elsewhere; float32 and fp32 are one.",
-        more="Weights that train are fp32 in any case.",
+        "Compute dtype: auto is bf16 on a GPU that supports it, fp32 elsewhere; float32 is the same as fp32.",
+        more="Trainable weights are always fp32.",
         synonyms=SHORT_DTYPES,
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "Where it trains; auto is what accelerate finds.", advanced=True
+        "auto", "Device to train on; auto is accelerate's choice.", advanced=True
     )
     gradient_checkpointing: bool = setting(
-        False, "Keep only each layer's input for the backward pass and compute the rest again.", advanced=True
+        False, "Recompute activations in the backward pass, from each layer's input.", advanced=True
     )
-    compile: bool = setting(False, "Run the student's layers through torch.compile.", advanced=True)
+    compile: bool = setting(False, "Compile the student's layers with torch.compile.", advanced=True)
     shard_teacher: bool = setting(False, "Under FSDP2, shard the teacher's layers too.", advanced=True)
     trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoints.", advanced=True)
-    seed: int = setting(0, "Seed of the order of the data and of everything else that is random.", advanced=True)
+    seed: int = setting(0, "Seed of the data order and of all other random choices.", advanced=True)
     eval_every: int | None = setting(
         100,
         "Steps between held-out losses.",
-        more="They are taken at the start and the end too.",
+        more="Also measured at the start and the end.",
         least=1,
-        unset="those only",
-        section="Measuring on the way",
+        unset="at the start and the end only",
+        section="Evaluation during training",
         advanced=True,
     )
     patience: int | None = setting(
         None,
-        "Held-out losses in a row without a better one after which to stop.",
-        more="The best state is then what is written.",
+        "Stop after this many held-out losses without improvement.",
+        more="The best state is then written.",
         least=1,
         unset="never",
         advanced=True,
     )
     spike: float | None = setting(
         5.0,
-        "Leave a step out when its loss is above so many times the median of the last; three in a row end the run.",
+        "Skip a step whose loss is above this many times the recent median; three in a row end the run.",
         above=1,
-        unset="only for nan and infinity",
+        unset="no skipping; nan and infinity end the run",
         advanced=True,
     )
     evaluate_every: int | None = setting(
@@ -224,7 +229,7 @@ class HealSettings(FileSettings):
         advanced=True,
     )
     evaluate_tasks: tuple[Evaluation, ...] = setting(
-        ("loss", "recall"), "What these evaluations measure, as in surgery eval.", advanced=True
+        ("loss", "recall"), "Tasks of these evaluations, as in surgery eval.", advanced=True
     )
     evaluate_data: tuple[str, ...] = setting(
         (),
@@ -234,17 +239,17 @@ class HealSettings(FileSettings):
         advanced=True,
     )
     evaluate_limit: int | None = setting(
-        None, "Samples of each task at most.", least=1, unset="as many as in surgery eval", advanced=True
+        None, "Maximum samples per task.", least=1, unset="as many as in surgery eval", advanced=True
     )
     save_every: int | None = setting(
-        200, "Steps between checkpoints.", least=1, unset="no such rule", section="Checkpoints", advanced=True
+        200, "Steps between checkpoints.", least=1, unset="no limit", section="Checkpoints", advanced=True
     )
     save_seconds: float | None = setting(
-        600.0, "Seconds between checkpoints, if that comes first.", above=0, unset="no such rule", advanced=True
+        600.0, "Seconds between checkpoints, if that comes first.", above=0, unset="no limit", advanced=True
     )
-    keep_last: int = setting(2, "Checkpoints that are kept.", least=1, advanced=True)
+    keep_last: int = setting(2, "Number of checkpoints to keep.", least=1, advanced=True)
     resume: bool = setting(
-        True, "Go on from the last good checkpoint; otherwise what an earlier run left is removed.", advanced=True
+        True, "Resume from the last good checkpoint; otherwise the files of an earlier run are removed.", advanced=True
     )
     overwrite: bool = setting(False, "Replace out if it exists.", in_file=True)
     log_every: int = setting(
@@ -252,7 +257,7 @@ class HealSettings(FileSettings):
     )
     tracker: str = setting(
         NO_TRACKER,
-        "Where the run is logged: none, or wandb, tensorboard … as accelerate knows them.",
+        "Tracker of the run: none, wandb, tensorboard or another of accelerate's.",
         section="Output",
         metavar="NAME",
     )
@@ -260,8 +265,8 @@ class HealSettings(FileSettings):
     project: str = setting("surgery-heal", "Project in the tracker.", metavar="NAME")
     tracker_folder: str | None = setting(
         None,
-        "Where a tracker that writes files puts them.",
-        unset="OUT.tracking; OUT.run if the training is started by itself",
+        "Folder for trackers that write files.",
+        unset="OUT.tracking; OUT.run if training is launched directly",
         metavar="DIR",
         advanced=True,
     )

@@ -50,11 +50,11 @@ class EvalSettings(FileSettings):
     )
     variants: tuple[Variant, ...] = setting(
         ("int8", "int4", "int4_per_token_head", "window"),
-        "Rivals to measure in addition: caches of engines by the engine's name for them, KIVI's (int8, int4, int3, "
+        "Cheap baselines to measure too: cache formats by the engine's name for them, KIVI's (int8, int4, int3, "
         "int2), and at the checkpoints' KV ratios window.",
         metavar="A,B|none",
     )
-    limit: int | None = setting(None, "Samples a task at most, for a quick look; marks the report.", least=1)
+    limit: int | None = setting(None, "Maximum samples per task, for a quick look; marks the report.", least=1)
     data: tuple[str, ...] = setting(
         (),
         "Held-out text, more than once for several; the loss is told apart by them; none: builtin for a model of code "
@@ -93,7 +93,7 @@ class EvalSettings(FileSettings):
     needle_lengths: tuple[int, ...] = setting(
         (), "Tokens of needle prompts; none: 1/4, 1/2, 1 and 1.5 times the model's limit.", least=1, advanced=True
     )
-    needle_depths: tuple[int, ...] = setting((0, 25, 50, 75, 100), "Where needles stand, in percent.", advanced=True)
+    needle_depths: tuple[int, ...] = setting((0, 25, 50, 75, 100), "Depths of needles, in percent.", advanced=True)
     needle_trials: int = setting(4, "Prompts of each length and depth.", least=1, advanced=True)
     ruler_lengths: tuple[int, ...] = setting((), "Tokens of ruler prompts; none: as length.", least=1, advanced=True)
     ruler_samples: int = setting(50, "Samples of each ruler task at each length.", least=1, advanced=True)
@@ -125,7 +125,7 @@ class EvalSettings(FileSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
         "auto",
-        "What quality is measured in: auto is the checkpoint's, float32 on a CPU; float32 and fp32 are one. Bytes and "
+        "Dtype for quality: auto is the checkpoint's, float32 on a CPU; fp32 is the same as float32. Bytes and "
         "speed are the checkpoint's own.",
         synonyms=DTYPE_NAMES,
     )

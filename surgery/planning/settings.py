@@ -30,23 +30,25 @@ class PlanSettings(ConversionSettings):
     """Settings of ``surgery plan``."""
 
     kv_ratio: float | None = setting(
-        None, "Share of the source's KV bytes to keep.", unset="as memory or max_loss say, or 0.25", section="Budget"
+        None, "Share of the source's KV bytes to keep.", unset="from memory or max_loss, else 0.25", section="Budget"
     )
     memory: str | None = setting(
         None, "Memory for the KV cache at that context and batch, in place of a share.", metavar="SIZE"
     )
     max_loss: float | None = setting(
-        None, "Most nats per token that may be lost, in place of a share: the fewest bytes are looked for.", above=0
+        None,
+        "Maximum loss increase in nats per token, instead of a share: the fewest bytes within it are chosen.",
+        above=0,
     )
     context: str = setting("32k", "Tokens of a sequence at which bytes are counted; 32k is 32,768.", metavar="N")
     batch: int = setting(1, "Sequences whose caches share the memory.", least=1)
     engine: Server | None = setting(
         None,
-        "Only what this engine, or all of them, loads as a test or its own check saw it; and its own cache formats, "
+        "Only targets that this engine, or all of them, loads by a test or its own check; and its own cache formats, "
         "which need no conversion.",
     )
     heads: str | None = setting(
-        None, "Pattern of `surgery heads`, to weigh hybrids with.", unset="no hybrids", metavar="FILE"
+        None, "Pattern of `surgery heads`, to include hybrids.", unset="no hybrids", metavar="FILE"
     )
     allow: tuple[str, ...] = setting(
         (),
@@ -57,15 +59,15 @@ class PlanSettings(ConversionSettings):
     held_out: int = setting(
         8,
         "Held-out sequences on which candidates are compared, and as many recall prompts.",
-        more="All on a quarter of them, those that are not far behind on a half, those that this cannot tell apart on "
-        "all.",
+        more="All candidates are compared on a quarter, those close to the best on a half, those still not "
+        "distinguishable on all.",
         least=2,
         advanced=True,
     )
     held_out_length: int | None = setting(
         None,
         "Tokens of a held-out sequence, no more than of one of calibration.",
-        more="What streaming heads lose is only seen in texts longer than their windows.",
+        more="The loss of streaming heads shows only in texts longer than their windows.",
         unset=f"{HELD_OUT_LENGTH}, or with a pattern of heads as many as in calibration",
         least=2,
         advanced=True,
