@@ -427,7 +427,7 @@ def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoi
     }
     for content in ("to: mla\n", "to: mla\nsettings: 3\npredicted: {}\n"):
         path.write_text(content)
-        with pytest.raises(SurgeryError, match=r"plan\.yaml: no plan"):
+        with pytest.raises(SurgeryError, match=r"plan\.yaml: not a plan file"):
             read_plan(path)
 
 
