@@ -159,7 +159,7 @@ def test_refuses_students_that_do_not_nest(source):
         ({"nested_ranks": [1.0, 0.0]}, "distinct shares in"),
         ({"nested_ranks": [2.0, 1.0]}, "distinct shares in"),
         ({"nested_ranks": ["half", 1]}, "must be shares such as"),
-        ({"nested_ranks": 0.5}, "must be shares such as"),
+        ({"nested_ranks": 0.5}, "must be distinct shares"),
     ],
 )
 def test_settings_that_cannot_be(values, message):
