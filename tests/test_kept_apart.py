@@ -78,7 +78,7 @@ def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, m
     *_, line = second.stderr.splitlines()
     option = "--work" if verb == "run" else "--out"
     assert line.startswith("surgery: error: ") and str(places["out"]) in line
-    assert line.endswith(f"another surgery is writing it; wait for it or choose another {option}")
+    assert line.endswith(f"another surgery process is writing it; wait for it or choose another {option}")
     assert "Traceback" not in second.stderr
     assert not list(outputs.rglob(f"*{LOCK}"))
 
@@ -93,7 +93,7 @@ def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_pat
         second = Fork("--config", settings_file(values), module="surgery.training.heal")
         assert second.wait() == 1
     *_, line = second.stderr.splitlines()
-    assert line == f"surgery: {run}: another surgery is writing it; wait for it or choose another --out"
+    assert line == f"surgery: {run}: another surgery process is writing it; wait for it or choose another --out"
     assert [path.name for path in run.iterdir()] == [".surgery-work"]  # the marker of a folder of unfinished work
 
 

@@ -98,7 +98,7 @@ class TestResults:
         out = write_result(tmp_path / "out")
         plant(out / name, FOREIGN[name])
         before = content_of(tmp_path)
-        with pytest.raises(SurgeryError, match="holds other files") as error:
+        with pytest.raises(SurgeryError, match="contains files that surgery did not write") as error:
             write_result(out, overwrite=True)
         assert name in str(error.value) and content_of(tmp_path) == before
 
@@ -107,7 +107,7 @@ class TestResults:
         out = write_result(tmp_path / "out")
         (out / name).write_text("{} edited")
         before = content_of(tmp_path)
-        with pytest.raises(SurgeryError, match="holds other files"):
+        with pytest.raises(SurgeryError, match="contains files that surgery did not write"):
             write_result(out, overwrite=True)
         assert content_of(tmp_path) == before
 
@@ -143,7 +143,7 @@ class TestUnfinished:
         staging._unlock()
         plant(tmp_path / f"out.partial/{place}notes.txt", "file")
         before = content_of(tmp_path)
-        with pytest.raises(SurgeryError, match="not in the list"):
+        with pytest.raises(SurgeryError, match="which the unfinished run did not write"):
             Staging(tmp_path / "out", overwrite=True)
         assert content_of(tmp_path) == before
 
@@ -161,7 +161,7 @@ class TestUnfinished:
         partial.mkdir()
         (partial / MARKER).write_text(json.dumps({**owner(), "user": -1}) + '\n"config.json"\n')
         (partial / "config.json").write_text("{}")
-        with pytest.raises(SurgeryError, match="not in the list"):
+        with pytest.raises(SurgeryError, match="which the unfinished run did not write"):
             Staging(tmp_path / "out", overwrite=True)
 
     def test_healing_from_scratch_keeps_files_of_others(self, tmp_path, checkpoints, monkeypatch, capsys):
@@ -176,7 +176,7 @@ class TestUnfinished:
     def test_a_folder_of_others_is_no_work_folder(self, tmp_path):
         (tmp_path / "out.healing").mkdir()
         (tmp_path / "out.healing" / "heal.yaml").write_text("mine")
-        with pytest.raises(SurgeryError, match="not ours"):
+        with pytest.raises(SurgeryError, match="not written by surgery"):
             WorkFolder(tmp_path / "out.healing", lambda: matching(["heal.yaml"]), ("trained.run",)).open()
 
     def test_a_temporary_file_does_not_take_a_users_name(self, tmp_path):
@@ -218,7 +218,7 @@ class TestFiles:
         path = save_figure(Figure(), tmp_path / f"a.{kind}")
         assert is_own_file(path)
         check_file(path, overwrite=True)
-        with pytest.raises(SurgeryError, match="name a file of such an ending"):
+        with pytest.raises(SurgeryError, match="unknown file type; choose one of"):
             save_figure(Figure(), tmp_path / "a.jpg")
 
     def test_texts_carry_a_mark(self, tmp_path):

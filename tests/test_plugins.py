@@ -153,9 +153,9 @@ def test_a_program_registers_without_a_package():
     surgery.register_scorer("of-this-test", lambda session: None)
     try:
         assert "of-this-test" in added("scorers")
-        with pytest.raises(SurgeryError, match="there is a 'of-this-test' already"):
+        with pytest.raises(SurgeryError, match="'of-this-test' is already registered"):
             surgery.register_scorer("of-this-test", lambda session: None)
-        with pytest.raises(SurgeryError, match="there is a 'duo' already"):
+        with pytest.raises(SurgeryError, match="'duo' is already registered"):
             surgery.register_scorer("duo", lambda session: None)
         with pytest.raises(SurgeryError, match="choose one of gqa, lowrank"):
             surgery.register_method("mla", "mine", None)

@@ -101,7 +101,7 @@ def test_other_work_keeps_what_is_there_until_restart(checkpoints, tmp_path, sto
     with pytest.raises(Stopped):
         convert_checkpoint(source, out, settings_of("gqa"))
     before = content_of(tmp_path)
-    with pytest.raises(SurgeryError, match=r"unfinished work of another text, seed 0, not 1;.*--restart"):
+    with pytest.raises(SurgeryError, match=r"unfinished work with another text, seed 0, not 1;.*--restart"):
         convert_checkpoint(source, out, settings_of("gqa", seed=1))
     assert content_of(tmp_path) == before
     states = stops(1)
@@ -110,7 +110,7 @@ def test_other_work_keeps_what_is_there_until_restart(checkpoints, tmp_path, sto
     assert states == ["forward"]
     stops(None)
     convert_checkpoint(source, out, settings_of("gqa", seed=1), progress=Progress())
-    assert "goes on with what" in capsys.readouterr().err
+    assert "resuming from" in capsys.readouterr().err
 
 
 def change(path, back=False):
@@ -160,11 +160,11 @@ def test_a_source_is_known_by_its_content(how, own_source, whole, tmp_path, stop
     read.clear()
     states, same = stops(None), how != "changed"
     if not same:
-        with pytest.raises(SurgeryError, match="unfinished work of another source"):
+        with pytest.raises(SurgeryError, match="unfinished work with another source"):
             convert_checkpoint(source, out, settings)
         assert len(read) == 1 and states == []
     convert_checkpoint(source, out, settings, restart=not same, progress=Progress())
-    assert ("goes on with what" in capsys.readouterr().err) == same
+    assert ("resuming from" in capsys.readouterr().err) == same
     assert states[0] == ("statistics" if same else "forward")
     assert len(read) == (0 if how == "as it was" else 1 if same else 2)
     assert (results(out) == whole) == same
@@ -212,7 +212,7 @@ def test_what_was_kept_and_is_damaged_begins_anew(file, how, loops, first, whole
         path.unlink()
     states = stops(None)
     convert_checkpoint(source, out, settings_of("gqa"), progress=Progress())
-    assert f"damaged, and begun from scratch: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
+    assert f"damaged, starting from scratch: {loops}\n" in capsys.readouterr().err.replace("\n ", " ")
     assert states[0] == first and results(out) == whole
 
 
@@ -225,7 +225,7 @@ def test_another_number_of_threads_is_said(checkpoints, tmp_path, stops, capsys,
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     stops(None)
     convert_checkpoint(source, out, settings_of("gqa"), progress=Progress())
-    message = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
+    message = f"started with {threads} threads, resuming with {threads + 1}: results may differ in the last digits"
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 

@@ -206,7 +206,7 @@ def test_another_number_of_threads_is_said(source, tmp_path, stopping, monkeypat
     stopping()
     capsys.readouterr()
     score_heads(source, out, quick(), progress=Progress())
-    message = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
+    message = f"started with {threads} threads, resuming with {threads + 1}: results may differ in the last digits"
     assert message in " ".join(capsys.readouterr().err.split())
 
 

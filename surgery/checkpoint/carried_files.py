@@ -124,8 +124,8 @@ def _check_targets(folder: Path, names: Collection[str], keep_code: bool) -> Non
         real = Path(os.path.realpath(folder / name))
         if real.is_relative_to(root) and not _is_carried(real.relative_to(root).as_posix(), keep_code):
             raise SurgeryError(
-                f"{folder / name}: a link to {real.name}, which is no file of a checkpoint; pass --follow-links if you"
-                " trust it, or copy the file in its place"
+                f"{folder / name}: is a link to {real.name}, which is not a checkpoint file; pass --follow-links if you"
+                " trust it, or replace the link with a copy"
             )
 
 
@@ -133,7 +133,7 @@ def _content(path: Path) -> bytes:
     with disk_errors(path), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
             raise SurgeryError.at(
-                path, f"has more than {LARGEST:,} bytes, which no file next to weights has. Remove it"
+                path, f"is larger than {LARGEST:,} bytes, the limit for files next to the weights; remove it"
             )
         return file.read()
 

@@ -34,8 +34,8 @@ RUN_CHOICES = (
 """Config keys that select the code that runs a model, hub kernels included; dropped on reading."""
 
 REDIRECTIONS = {
-    "transformers_weights": "names other weights for transformers alone",
-    "configuration_files": "names other configs for some versions of transformers",
+    "transformers_weights": "makes transformers load other weights than surgery reads",
+    "configuration_files": "makes some versions of transformers load another config",
     "per_layer_config": "gives layers different shapes, which is not supported",
 }
 """Config keys with which transformers would read other files or build other layers than this package."""
@@ -51,10 +51,10 @@ def read_config(path: Path) -> dict[str, Any]:
     config = read_json(path)
     for name, effect in REDIRECTIONS.items():
         if config.get(name) is not None:
-            raise SurgeryError.at(path, f"{name} {effect}; remove it, or give a checkpoint that needs no such key")
+            raise SurgeryError.at(path, f"{name} {effect}; remove it, or use a checkpoint without this key")
     check_sizes(config, str(path))
     if not isinstance(config.get("model_type"), str | None):
-        raise SurgeryError.at(path, "model_type is not a name; repair it or download it again")
+        raise SurgeryError.at(path, "model_type is not a string; repair it or download it again")
     return config
 
 
@@ -68,7 +68,7 @@ def check_sizes(config: dict[str, Any], where: str) -> None:
                 if type(each) is not int or not 1 <= each <= limit:
                     raise SurgeryError(f"{where}: {name} must be a whole number from 1 to {limit:,}, not {each!r}")
         elif name in ("rope_parameters", "rope_scaling") and not isinstance(value, dict | None):
-            raise SurgeryError(f"{where}: {name} must be names with values, not {value!r}")
+            raise SurgeryError(f"{where}: {name} must be a JSON object, not {value!r}")
         elif isinstance(value, dict):
             check_sizes(value, f"{where}, {name}")
 

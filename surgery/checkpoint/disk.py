@@ -63,7 +63,7 @@ def check_encoding(path: Path) -> None:
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError:
-        raise SurgeryError.at(path, "its name is not UTF-8, which safetensors needs; rename it") from None
+        raise SurgeryError.at(path, "the path is not valid UTF-8, which safetensors requires; rename it") from None
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         # numpy reports a short write without errno: "360448 requested and 197216 written".
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or " requested and " in str(error):
-            other = "set TMPDIR to a folder of another" if is_temporary(path) else "choose another --out"
+            other = "set TMPDIR to a folder on another disk" if is_temporary(path) else "choose another --out"
             raise SurgeryError.at(path, f"no space left on the disk; free some or {other}") from error
         raise SurgeryError(f"{error.filename or path}: {error.strerror or error}") from error
 

@@ -72,7 +72,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     require_gguf()
     with disk_errors(path), open(path, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise SurgeryError.at(path, "not a GGUF file (no GGUF at its start); download it again")
+            raise SurgeryError.at(path, "not a GGUF file (it does not start with GGUF); download it again")
         size = path.stat().st_size
         reader = _Reader(file, size)
         try:
@@ -80,15 +80,15 @@ def read_gguf_header(path: Path) -> GgufHeader:
             if version not in _VERSIONS:
                 raise SurgeryError.at(
                     path,
-                    f"GGUF of version {version} or of big-endian machines; little-endian ones of versions "
-                    f"{' and '.join(map(str, _VERSIONS))} are read",
+                    f"GGUF version {version}, or a big-endian file, is not supported; use a little-endian file of version "
+                    f"{' or '.join(map(str, _VERSIONS))}",
                 )
             tensor_count, metadata_count = reader.scalar("Q"), reader.scalar("Q")
             metadata = dict(reader.pair() for _ in range(metadata_count))
             entries = [reader.tensor() for _ in range(tensor_count)]
             alignment = int(metadata.get(_ALIGNMENT, 32))
             if alignment < 1:
-                raise ValueError(f"an alignment of {alignment}")
+                raise ValueError(f"alignment {alignment} is not positive")
             start = math.ceil(file.tell() / alignment) * alignment
             tensors = {name: _tensor_of(start, *entry) for name, *entry in entries}
         except EOFError:
@@ -96,10 +96,10 @@ def read_gguf_header(path: Path) -> GgufHeader:
         except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError, struct.error) as error:
             raise SurgeryError.at(path, f"damaged GGUF header ({error}); download it again") from None
     if len(tensors) != len(entries):
-        raise SurgeryError.at(path, "damaged GGUF header (a tensor is in it twice); download it again")
+        raise SurgeryError.at(path, "damaged GGUF header (duplicate tensor name); download it again")
     end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
     if size < end:
-        raise SurgeryError.at(path, f"truncated: {size} bytes where its header says {end}; download it again")
+        raise SurgeryError.at(path, f"truncated: {size} bytes, its header says {end}; download it again")
     return GgufHeader(metadata, tensors)
 
 
@@ -110,7 +110,7 @@ def _tensor_of(start: int, number: int, shape: tuple[int, ...], offset: int) -> 
     block, nbytes = GGML_QUANT_SIZES[kind]
     columns = shape[-1] if len(shape) > 1 else 1
     if columns < 1 or columns % block:
-        raise ValueError(f"rows of {columns} numbers in blocks of {block}")
+        raise ValueError(f"rows of {columns} elements do not divide into blocks of {block}")
     return GgufTensor(kind.name, shape, columns, columns // block * nbytes, start + offset)
 
 

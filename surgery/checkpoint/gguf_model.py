@@ -48,7 +48,7 @@ IN_LAYER = {
 }
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _ROPE_FACTORS = "rope_freqs.weight"
-_OTHERWISE = "give its Hugging Face files"
+_OTHERWISE = "use the Hugging Face checkpoint instead"
 # Equal in all published models with llama3 scaling; only the factor differs.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -218,29 +218,31 @@ class _Values:
     def text(self, key: str) -> str:
         value = self.get(key)
         if not isinstance(value, str):
-            raise SurgeryError.at(self.path, f"{key} is {value!r} in its metadata; give the file of a whole model")
+            raise SurgeryError.at(
+                self.path, f"metadata key {key} must be text, not {value!r}; use the file of a complete model"
+            )
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
         if type(value) is not int or value < 1:
-            raise SurgeryError.at(self.path, f"{key} is {value!r} in its metadata, not one positive number")
+            raise SurgeryError.at(self.path, f"metadata key {key} must be a positive integer, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive float32 in its shortest decimal form: 1e-05, not 9.999999747378752e-06."""
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < 1e38:
-            raise SurgeryError.at(self.path, f"{key} is {value!r} in its metadata, not a positive number")
+            raise SurgeryError.at(self.path, f"metadata key {key} must be a positive number, not {value!r}")
         return float(str(np.float32(value)))
 
 
 def _refuse_parts(values: _Values, arch: str) -> None:
     """Refuse features that the mapping would drop silently: split files, experts, unsupported sliding windows."""
     if (count := values.get("split.count", 1)) not in (0, 1):
-        raise SurgeryError.at(values.path, f"one of {count} parts of a model; join them (llama-gguf-split --merge)")
+        raise SurgeryError.at(values.path, f"is one of {count} parts of a model; merge them (llama-gguf-split --merge)")
     if values.get(f"{arch}.expert_count", 0):
-        raise SurgeryError.at(values.path, f"a mixture of experts as GGUF is not supported; {_OTHERWISE}")
+        raise SurgeryError.at(values.path, f"mixture-of-experts models in GGUF are not supported; {_OTHERWISE}")
     if values.get(f"{arch}.attention.sliding_window") and not ARCHS[arch].windows:
         raise SurgeryError.at(values.path, f"sliding windows in GGUF of {arch!r} are not supported; {_OTHERWISE}")
 
@@ -253,16 +255,18 @@ def _config(path: Path, values: _Values, header: GgufHeader, name: str, dtype: t
     hidden, heads = whole("embedding_length"), whole("attention.head_count")
     head_dim = whole("attention.key_length", hidden // heads)
     if whole("attention.value_length", head_dim) != head_dim:
-        raise SurgeryError.at(path, f"keys and values of different widths are not supported; {_OTHERWISE}")
+        raise SurgeryError.at(path, f"different head sizes for keys and values are not supported; {_OTHERWISE}")
     rotated = whole("rope.dimension_count", head_dim)
     if rotated != head_dim and not (arch.partial and rotated < head_dim):
-        raise SurgeryError.at(path, f"RoPE over a part of a head is not supported in {name!r}; {_OTHERWISE}")
+        raise SurgeryError.at(path, f"partial RoPE is not supported for {name!r}; {_OTHERWISE}")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
-        raise SurgeryError.at(path, "has no token_embd.weight; give the file of a whole model")
+        raise SurgeryError.at(path, "token_embd.weight is missing; use the file of a complete model")
     check_sizes({"head_dim": head_dim, "num_attention_heads": heads, "hidden_size": hidden}, str(path))
     if head_dim % 2 or rotated % 2:
-        raise SurgeryError.at(path, f"heads of {head_dim} numbers, {rotated} rotated, which RoPE cannot pair")
+        raise SurgeryError.at(
+            path, f"head size {head_dim} with {rotated} rotary dimensions is not supported; both must be even"
+        )
     layers, kind = whole("block_count"), "layer_norm_epsilon" if arch.norm_eps else "layer_norm_rms_epsilon"
     config = {
         "architectures": [arch.model_class],
@@ -314,7 +318,9 @@ def _windows(values: _Values, name: str, config: dict[str, Any]) -> dict[str, An
     if type(pattern) is int and pattern > 0:
         pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
     if type(pattern) is not list or len(pattern) != layers:
-        raise SurgeryError.at(values.path, f"{key} is {pattern!r} in its metadata, not a number or one of each layer")
+        raise SurgeryError.at(
+            values.path, f"metadata key {key} must be a number or a list of one per layer, not {pattern!r}"
+        )
     kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     return {"sliding_window": values.whole(window), "layer_types": kinds}
 
@@ -352,7 +358,9 @@ def _rope(path: Path, values: _Values, header: GgufHeader, name: str, head_dim: 
 def _factors(path: Path, stored: GgufTensor) -> list[float]:
     """Read a float32 vector of RoPE factors, of at most 4,096 elements."""
     if stored.type != "F32" or len(stored.shape) != 1 or stored.shape[0] > 4096:
-        raise SurgeryError.at(path, f"RoPE factors of type {stored.type}, {list(stored.shape)}, are not supported")
+        raise SurgeryError.at(
+            path, f"RoPE factors of type {stored.type} and shape {list(stored.shape)} are not supported"
+        )
     with disk_errors(path), open(path, "rb") as file:
         file.seek(stored.offset)
         return [float(str(number)) for number in np.frombuffer(file.read(stored.nbytes), dtype="<f4")]
@@ -363,14 +371,12 @@ def _scaled(path: Path, rope: dict[str, Any], factors: GgufTensor | None, head_d
     if factors is None:
         return rope
     if factors.shape != (head_dim // 2,):
-        raise SurgeryError.at(path, f"{_ROPE_FACTORS} {list(factors.shape)} does not fit heads of {head_dim} numbers")
+        raise SurgeryError.at(path, f"{_ROPE_FACTORS} has shape {list(factors.shape)}, head size is {head_dim}")
     stored = np.array(_factors(path, factors))
     scaling = {**rope, "rope_type": "llama3", "factor": float(stored.max(initial=1.0)), **_LLAMA3}
     expected = llama3_factors(scaling, head_dim).numpy()
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
-        raise SurgeryError.at(
-            path, f"its RoPE factors ({_ROPE_FACTORS}) are not those of llama3's scaling; {_OTHERWISE}"
-        )
+        raise SurgeryError.at(path, f"RoPE factors ({_ROPE_FACTORS}) do not match llama3 scaling; {_OTHERWISE}")
     return scaling
 
 
@@ -402,11 +408,15 @@ def _tensors(path: Path, header: GgufHeader, config: dict[str, Any], arch: Arch)
             if module in permuted:
                 heads, head_dim = config[permuted[module]], config["head_dim"]
                 if stored.shape[0] != heads * head_dim:
-                    raise SurgeryError.at(path, f"{name} has {stored.shape[0]} rows, not {heads} heads of {head_dim}")
+                    raise SurgeryError.at(
+                        path, f"{name} has {stored.shape[0]} rows, not {heads} heads of size {head_dim}"
+                    )
                 order = _stored_rows(heads, head_dim)
             mapped[f"model.layers.{match[1]}.{module}.{match[3]}"] = Mapped(stored, order, offset)
         else:
-            raise SurgeryError.at(path, f"holds a tensor {name}, which is not part of a {config['model_type']} model")
+            raise SurgeryError.at(
+                path, f"contains a tensor {name}, which is not part of a {config['model_type']} model"
+            )
     return mapped
 
 

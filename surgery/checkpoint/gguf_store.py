@@ -75,7 +75,7 @@ class GgufStore:
         raw = np.empty((after - first, stored.row_bytes), dtype=np.uint8)
         file.seek(stored.offset + first * stored.row_bytes)
         if not read_exactly(file, memoryview(raw).cast("B")):
-            raise SurgeryError.at(self._path, "became shorter while it was read; start again")
+            raise SurgeryError.at(self._path, "was truncated while it was read; start again")
         values = torch.from_numpy(dequantize(raw, GGMLQuantizationType[stored.type]))
         if picked is not None:
             values = values[picked - first]
@@ -90,4 +90,6 @@ def _check_type(path: Path, kind: str) -> None:
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8), number)
     except NotImplementedError:
-        raise SurgeryError.at(path, f"holds tensors of type {kind}, which the gguf package cannot dequantize") from None
+        raise SurgeryError.at(
+            path, f"contains tensors of type {kind}, which the gguf package cannot dequantize"
+        ) from None

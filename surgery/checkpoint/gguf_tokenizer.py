@@ -65,7 +65,9 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
         except Exception as error:  # damaged vocabularies raise various errors, plain exceptions from Rust included
             raise SurgeryError.at(path, f"damaged tokenizer ({error}); convert the model to GGUF again") from None
     else:
-        raise SurgeryError.at(path, f"tokenizer of kind {kind!r} is not supported; give the model's Hugging Face files")
+        raise SurgeryError.at(
+            path, f"tokenizer type {kind!r} is not supported; use the Hugging Face checkpoint instead"
+        )
     if template := metadata.get(_TEMPLATE):
         if not isinstance(template, str):
             raise SurgeryError.at(path, f"its chat template is {template!r}, not text; convert the model to GGUF again")
@@ -92,7 +94,9 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path, build: Callab
             tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
     # Token ids must equal the model's; a duplicate token would shift the following ids.
     if tokenizer.get_vocab_size() != len(tokens):
-        raise SurgeryError.at(path, f"its tokenizer has {len(tokens)} tokens, some of them twice; convert it again")
+        raise SurgeryError.at(
+            path, f"duplicates among the {len(tokens)} tokens of its tokenizer; convert the model again"
+        )
     if metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in special_tokens:
         bos = special_tokens["bos_token"]
         before = processors.TemplateProcessing(
@@ -162,8 +166,8 @@ def _pre_tokenizer(path: Path, cut: str | None):
     choices = ", ".join((*_LIKE_GPT2, *_DIGITS_APART, *SPLITS))
     raise SurgeryError.at(
         path,
-        f"how its tokenizer cuts text ({_CUT} {cut!r}) is not known here (known: {choices}); "
-        "give the model's Hugging Face files",
+        f"pre-tokenizer {cut!r} ({_CUT}) is not supported (supported: {choices}); "
+        "use the Hugging Face checkpoint instead",
     )
 
 
@@ -180,7 +184,9 @@ def _write_sentencepiece(path: Path, folder: Path) -> None:
         )
     except Exception as error:  # damaged vocabularies raise various errors
         reason = " ".join(str(error).split())[:200]
-        raise SurgeryError.at(path, f"transformers cannot convert its tokenizer ({reason})") from None
+        raise SurgeryError.at(
+            path, f"transformers cannot convert its tokenizer ({reason}); use the Hugging Face checkpoint"
+        ) from None
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))

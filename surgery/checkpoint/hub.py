@@ -39,7 +39,7 @@ def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
             names = _FILES + _PICKLES
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names, ignore_patterns=_UNWANTED))
     except Exception as error:  # errors of the hub, its HTTP library or the disk
-        raise SurgeryError(f"{repo}: no such folder, and from the hub: {reason(error, revision)}") from error
+        raise SurgeryError(f"{repo}: no such folder, and the hub says: {reason(error, revision)}") from error
     return folder
 
 
@@ -58,10 +58,10 @@ def reason(error: Exception, revision: str | None = None) -> str:
     if isinstance(error, errors.GatedRepoError):
         return "access is gated; accept its terms on huggingface.co and run `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "no such model, or a private one; check the name or run `hf auth login`"
+        return "the model does not exist or is private; check the name or run `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"no revision {revision!r}; check --revision"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return "not reachable and not in the cache; check the path or the network"
+        return "the hub is not reachable and the model is not in the cache; check the path or the network"
     detail = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {detail}" if detail else type(error).__name__

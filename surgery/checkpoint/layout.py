@@ -51,15 +51,15 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
     if weights is None:
         raise SurgeryError.at(
             folder,
-            f"no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); give a whole checkpoint, and"
-            f" --allow-pickle where it has only {PICKLE}",
+            f"no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); use a complete checkpoint, and pass"
+            f" --allow-pickle if it has only {PICKLE}",
         )
     if weights.pickled and not allow_pickle:
         raise SurgeryError.at(folder, f"its weights are pickled ({PICKLE}); pass --allow-pickle if you trust them")
     try:
         missing = [file for file in weights.files if not (folder / file).is_file()]
     except (OSError, ValueError) as error:  # too long or invalid as a file name
-        raise SurgeryError.at(folder, f"its index names impossible files ({error})") from None
+        raise SurgeryError.at(folder, f"its index contains invalid file names ({error}); download it again") from None
     if missing:
         raise SurgeryError.at(
             folder,
@@ -75,16 +75,16 @@ def _check_rivals(folder: Path) -> None:
     if os.path.lexists(folder / ADAPTER):
         raise SurgeryError.at(
             folder,
-            f"holds an adapter ({ADAPTER}), which would be left out; merge it (peft: merge_and_unload, then"
-            " save_pretrained) and give that folder, or remove the adapter's files",
+            f"contains an adapter ({ADAPTER}), which would be ignored; merge it (peft: merge_and_unload, then"
+            " save_pretrained) and use that folder, or remove the adapter's files",
         )
     with disk_errors(folder):
         shards = sorted(name for name in os.listdir(folder) if _RANK_SHARD.fullmatch(name))
     if shards:
         raise SurgeryError.at(
             folder,
-            f"{shards[0]} is a shard of a distributed checkpoint, which transformers would load before"
-            " other weights; consolidate it (load and save_pretrained), or remove it",
+            f"{shards[0]} is a shard of a distributed checkpoint, which transformers would load instead"
+            " of other weights; consolidate it (load and save_pretrained), or remove it",
         )
 
 
@@ -107,8 +107,8 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
         if not any(home in real.parents for home in homes) and not is_hub_blob(real):
             raise SurgeryError.at(
                 path,
-                f"a link that leads out of its folder, to {real}; pass --follow-links if you trust it, or copy"
-                " the file in its place",
+                f"is a link to {real}, outside of its folder; pass --follow-links if you trust it, or replace"
+                " the link with a copy",
             )
 
 
@@ -132,10 +132,10 @@ def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo])
     """
     for name, file in (weights.index or {}).items():
         if name not in infos:
-            raise SurgeryError.at(folder, f"the index names {name}, which is in no shard; download it again")
+            raise SurgeryError.at(folder, f"the index lists {name}, which no shard contains; download it again")
         if infos[name].file != file:
             raise SurgeryError.at(
-                folder, f"{name} is in {infos[name].file}, the index says {file}; download the checkpoint again"
+                folder, f"{name} is in {infos[name].file}, but the index says {file}; download the checkpoint again"
             )
 
 
@@ -176,7 +176,9 @@ def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
     for name in sidecars:
         if not (folder / name).is_file():
             path = folder / name
-            raise SurgeryError.at(path, "a broken link or no regular file; remove it or download the checkpoint again")
+            raise SurgeryError.at(
+                path, "is a broken link or not a regular file; remove it or download the checkpoint again"
+            )
     return FolderFiles(folder, sidecars, tuple(name for name in names if name not in set(sidecars)))
 
 
@@ -214,7 +216,7 @@ def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weigh
         check_links(folder, [folder / index_name])
         files = sorted(set(index.values()))
         if has_single and files != [single]:
-            raise SurgeryError.at(folder, f"has both {single} and {index_name} of other files; remove the stale one")
+            raise SurgeryError.at(folder, f"has both {single} and an {index_name} of other files; remove the stale one")
         return Weights(files, index, pickled)
     return Weights([single], None, pickled) if has_single else None
 
@@ -228,6 +230,6 @@ def _read_index(path: Path) -> dict[str, str]:
         # A shard may be a link, as in the hub's cache, but the index must not contain paths.
         if not isinstance(file, str) or file in ("", ".", "..") or any(mark in file for mark in "/\\:\0"):
             raise SurgeryError.at(
-                path, f"{name} lies in {file!r}, which is not a plain file name; do not trust this index"
+                path, f"{name} is in {file!r}, which is not a plain file name; do not trust this index"
             )
     return weight_map

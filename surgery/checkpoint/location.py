@@ -41,13 +41,13 @@ def find_local(source: str | Path) -> Path | None:
             raise SurgeryError(f"{source}: no such file; {_download_hint(str(source))}")
         if is_hub_id(str(source)):
             return None
-        raise SurgeryError(f"{source}: no such folder; give a checkpoint's folder or a hub id such as org/name")
+        raise SurgeryError(f"{source}: no such folder; pass a checkpoint folder or a hub id such as org/name")
     if path.is_dir():
         check_folder(path)
         return path
     if is_gguf(path):
         return path
-    raise SurgeryError.at(path, f"is a file; give the folder of the checkpoint, or a {GGUF} file")
+    raise SurgeryError.at(path, f"is a file; pass the checkpoint folder, or a {GGUF} file")
 
 
 def _download_hint(name: str) -> str:
@@ -72,8 +72,8 @@ def check_folder(path: Path) -> None:
     if (path / CONFIG).is_file() or find_gguf(path):
         return
     if (path / ADAPTER).is_file():
-        raise SurgeryError.at(path, "holds an adapter, not a model; merge it into its model and give that")
-    raise SurgeryError.at(path, f"no {CONFIG}; give the folder of a Hugging Face checkpoint")
+        raise SurgeryError.at(path, "contains an adapter, not a model; merge it into its base model and use the result")
+    raise SurgeryError.at(path, f"no {CONFIG}; pass the folder of a Hugging Face checkpoint")
 
 
 def locate(source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
@@ -89,7 +89,7 @@ def locate(source: str | Path, *, revision: str | None = None, allow_pickle: boo
         path = download(str(source), revision=revision, allow_pickle=allow_pickle)
         if not any((path / name).is_file() for name in (CONFIG, ADAPTER)):
             raise SurgeryError(
-                f"{source}: no {CONFIG} on the hub; of its GGUF files give one: hf download {source} FILE.gguf "
+                f"{source}: no {CONFIG} on the hub; if it has GGUF files, download one: hf download {source} FILE.gguf "
                 "--local-dir ."
             )
         check_folder(path)

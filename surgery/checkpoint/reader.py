@@ -114,7 +114,7 @@ class CheckpointReader:
             store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
             check_index(path, weights, store.infos)
             if not store.infos:
-                raise SurgeryError.at(path, "its weight files hold no tensors; give a whole checkpoint")
+                raise SurgeryError.at(path, "its weight files contain no tensors; use a complete checkpoint")
             files = find_sidecars(path, weights.files)
             check_links(path, files.paths)
             return cls(path, config, store, files, stamp=stamp)._cleaned()._dequantized()
@@ -122,7 +122,7 @@ class CheckpointReader:
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
         if len(files) > 1:
-            raise SurgeryError.at(path, f"holds {len(files)} GGUF files ({files[0].name}, ...); give one of them")
+            raise SurgeryError.at(path, f"contains {len(files)} GGUF files ({files[0].name}, ...); pass one of them")
         if files != [path]:
             check_links(path, files)
         stamp = stamp_of(files[0])
@@ -312,7 +312,7 @@ class CheckpointReader:
         if len(unique) and not 0 <= int(unique[0]) <= int(unique[-1]) < info.shape[0]:
             bad = int(unique[0] if unique[0] < 0 else unique[-1])
             raise SurgeryError.at(
-                self.path, f"row {bad} of {name}, which has {info.shape[0]} rows; does the tokenizer match the model?"
+                self.path, f"{name} has no row {bad}, only {info.shape[0]} rows; does the tokenizer match the model?"
             )
         row_bytes = info.shape[1] * info.dtype.itemsize
         ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(unique)]

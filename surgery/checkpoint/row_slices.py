@@ -51,7 +51,7 @@ class RowSliceStore:
         for name, rows in slices.items():
             count, *rest = reversed(info.shape) if rows.transposed else info.shape
             if first != count:
-                raise SurgeryError(f"{stored}: {count} rows do not fit the config, wanted {first}")
+                raise SurgeryError(f"{stored} has {count} rows, but the config requires {first}")
             self._slices[name] = _Slice(stored, rows)
             self.infos[name] = replace(info, shape=(rows.count, *rest), nbytes=info.nbytes // count * rows.count)
 

@@ -72,7 +72,9 @@ def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that the data starts aligned
     if len(text) > MAX_HEADER_BYTES:
-        raise SurgeryError(f"a shard of {len(tensors)} tensors has too long a header; choose a smaller max_shard_size")
+        raise SurgeryError(
+            f"the header of a shard of {len(tensors)} tensors is too long; choose a smaller max_shard_size"
+        )
     data_start = 8 + len(text)
     offsets = {name: data_start + header[name]["data_offsets"][0] for name in tensors}
     return len(text).to_bytes(8, "little") + text, offsets
@@ -83,7 +85,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
+        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
     return entries
 
 
@@ -95,10 +97,10 @@ def _entry(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
     shape, (start, stop) = entry["shape"], entry["data_offsets"]
     # isinstance would accept JSON's true as 1.
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-        raise ValueError(f"{name} has shape {shape} at {[start, stop]}")
+        raise ValueError(f"{name} has an invalid shape {shape} or offsets {[start, stop]}")
     nbytes = math.prod(shape) * dtype.itemsize
     if stop - start != nbytes:
-        raise ValueError(f"{name} of shape {shape} needs {nbytes} bytes and is given {stop - start}")
+        raise ValueError(f"{name} of shape {shape} needs {nbytes} bytes but has {stop - start}")
     return TensorInfo(dtype, tuple(shape), nbytes, file), start
 
 
@@ -107,6 +109,6 @@ def _end_of_data(ranges: list[tuple[int, int]]) -> int:
     end = 0
     for start, length in sorted(ranges):
         if start != end:
-            raise ValueError(f"the tensors overlap or leave a hole at byte {min(start, end)}")
+            raise ValueError(f"tensors overlap or leave a gap at byte {min(start, end)}")
         end = start + length
     return end

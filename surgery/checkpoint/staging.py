@@ -192,12 +192,16 @@ class Staging:
         if not os.path.lexists(self.partial):
             return
         if self.partial.is_symlink() or not self.partial.is_dir():
-            raise SurgeryError.at(self.partial, "is in the way and not ours; remove it or choose another --out")
+            raise SurgeryError.at(
+                self.partial, "exists and was not written by surgery; remove it or choose another --out"
+            )
         marker = self.partial / MARKER
         if marker.is_symlink() or not marker.is_file():
             # A run killed between creating the folder and its marker leaves an empty folder.
             if any(self.partial.iterdir()):
-                raise SurgeryError.at(self.partial, "is in the way and not ours; remove it or choose another --out")
+                raise SurgeryError.at(
+                    self.partial, "exists and was not written by surgery; remove it or choose another --out"
+                )
             return
         hold(marker, self.partial).close()
         self._refuse_foreign()
@@ -207,8 +211,7 @@ class Staging:
         if foreign is not None:
             raise SurgeryError.at(
                 self.partial,
-                f"{foreign} is not in the list of what an unfinished run has written; move it away, or"
-                " choose another --out",
+                f"contains {foreign}, which the unfinished run did not write; move it away, or choose another --out",
             )
 
     def _owned(self, *more: str, besides: str = "") -> IsOwned:

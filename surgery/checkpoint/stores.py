@@ -71,7 +71,7 @@ class SafetensorsStore:
             for start, stop in ranges:
                 file.seek(self._offsets[name] + start)
                 if not read_exactly(file, view[: stop - start]):
-                    raise SurgeryError.at(path, f"became shorter while it was read ({name}); start again")
+                    raise SurgeryError.at(path, f"was truncated while it was read ({name}); start again")
                 view = view[stop - start :]
 
     def places(self, name: str) -> list[Place]:
@@ -138,7 +138,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
             raise SurgeryError.at(path, f"{name} ({describe(tensor)}, {tensor.layout}) cannot be stored as safetensors")
         if tensor.numel() * tensor.dtype.itemsize > tensor.untyped_storage().nbytes():
             raise SurgeryError.at(
-                path, f"{name} ({describe(tensor)}) has more numbers than are stored; save a whole copy"
+                path, f"{name} ({describe(tensor)}) has more elements than its storage; save a contiguous copy"
             )
     return {name: tensor.detach() for name, tensor in state.items()}
 
@@ -149,7 +149,7 @@ def _check_archive(path: Path) -> None:
         entries = archive.infolist()
     plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
     if not plain or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise SurgeryError.at(path, "a compressed archive, which torch.save does not write; save it again")
+        raise SurgeryError.at(path, "is a compressed archive, which torch.save does not write; save it again")
 
 
 def _add(infos: dict[str, TensorInfo], name: str, info: TensorInfo, folder: Path) -> None:

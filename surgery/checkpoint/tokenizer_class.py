@@ -46,8 +46,8 @@ def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
         _copy_as_loaded(source, writer)
     if not _cuts_alike(writer.partial, expected):
         raise SurgeryError(
-            f"{source}: its tokenizer, {expected.name}, is not taken for the converted model's type and another "
-            "would cut text otherwise; load it and save it with save_pretrained, then convert"
+            f"{source}: transformers does not load its tokenizer, {expected.name}, for the converted model's type, "
+            "and another would split text differently; load it and save it with save_pretrained, then convert"
         )
 
 

@@ -79,10 +79,10 @@ class Unfinished:
             raise
         self.snapshots = Snapshots(self.folder)
         if damaged := self.snapshots.discard_damaged():
-            self._progress.note(f"{self.folder}: damaged, and begun from scratch: {', '.join(damaged)}")
+            self._progress.note(f"{self.folder}: damaged, starting from scratch: {', '.join(damaged)}")
         self.resumed = self.snapshots.has_state()
         if self.resumed:
-            self._progress.note(f"goes on with what {self.staging.partial} holds; --restart discards it")
+            self._progress.note(f"resuming from {self.staging.partial}; --restart discards it")
         return self
 
     def __exit__(
@@ -92,7 +92,7 @@ class Unfinished:
         stays = stays and self.snapshots.has_state()
         self.staging.discard(keep_unfinished=stays)
         if stays:
-            self._progress.note(f"{self.staging.partial} keeps what was finished; --restart discards it")
+            self._progress.note(f"{self.staging.partial} keeps the finished work; --restart discards it")
 
     def _same_work(self) -> bool:
         """Return whether the existing work has the same source and facts.
@@ -105,11 +105,11 @@ class Unfinished:
             size = sum(self._source.info(name).nbytes for name in self._source.names())
             with self._progress.phase("hash the source", size, "B") as advance:
                 self._source.identity(advance)
-        differences = ["no readable list of settings"] if record is None else self._differences(record, facts)
+        differences = ["settings that cannot be read"] if record is None else self._differences(record, facts)
         if differences and not self._restart and Snapshots(self.folder).has_state():
             raise SurgeryError.at(
                 self.staging.partial,
-                f"holds unfinished work of {', '.join(differences)}; ask for the same to resume it,"
+                f"contains unfinished work with {', '.join(differences)}; use the same to resume it,"
                 " pass --restart to discard it, or choose another --out",
             )
         if differences:

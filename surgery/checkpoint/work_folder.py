@@ -39,7 +39,9 @@ class WorkFolder:
         marker = self.path / MARKER
         with disk_errors(self.path):
             if os.path.lexists(self.path) and not self._is_ours(marker):
-                raise SurgeryError.at(self.path, "is in the way and not ours; move it away or choose another --out")
+                raise SurgeryError.at(
+                    self.path, "exists and was not written by surgery; move it away or choose another --out"
+                )
             self.path.mkdir(parents=True, exist_ok=True)
         if not marker.is_file():
             write_whole(marker, json.dumps(owner()) + "\n")

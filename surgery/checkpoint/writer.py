@@ -61,7 +61,7 @@ class CheckpointWriter:
     ):
         self.plan = {name: _checked_spec(name, tensor) for name, tensor in plan.items()}
         if not self.plan:
-            raise SurgeryError.at(out, "no tensors are planned for it")
+            raise SurgeryError.at(out, "the plan has no tensors")
         self._parts = dict(parts or {})
         files = {name: _checked_spec(name, tensor) for name, tensor in in_parts(self.plan, self._parts).items()}
         self._shards = _split_into_shards(files, parse_size(max_shard_size))
@@ -105,7 +105,7 @@ class CheckpointWriter:
         """
         self._check_planned(name, tensor)
         if name in self._parts:
-            raise SurgeryError.at(self.out, f"{name} has to change, and is to stay as stored; drop --keep-quantised")
+            raise SurgeryError.at(self.out, f"{name} has to change and cannot stay quantized; drop --keep-quantised")
         tensor = tensor.detach().cpu().contiguous()
         self._write_chunk(name, tensor, offset=0)
         self._written.add(name)
@@ -203,14 +203,14 @@ class CheckpointWriter:
         if spec is None:
             raise SurgeryError.at(self.out, f"{name} is not in the plan")
         if name in self._written:
-            raise SurgeryError.at(self.out, f"{name} is written a second time")
+            raise SurgeryError.at(self.out, f"{name} was written before")
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-            raise SurgeryError.at(self.out, f"{name} is planned as {describe(spec)} and given as {describe(tensor)}")
+            raise SurgeryError.at(self.out, f"{name} is planned as {describe(spec)} but is {describe(tensor)}")
 
     def _write_chunk(self, name: str, piece: Tensor, offset: int) -> None:
         """Write a contiguous chunk of a tensor at a byte offset."""
         if not all_finite(piece):
-            raise SurgeryError.at(self.out, f"{name} holds NaN or infinity; nothing is kept of this output")
+            raise SurgeryError.at(self.out, f"{name} contains NaN or infinity; the output was discarded")
         path, start = self._places[name]
         with disk_errors(path):
             write_at(path, start + offset, memoryview(as_bytes(piece).numpy()))
@@ -237,7 +237,7 @@ def in_parts(plan: Mapping[str, Described], parts: Mapping[str, Mapping[str, Des
 
 def _checked_spec(name: str, tensor: Described) -> TensorSpec:
     if not name or name == "__metadata__":
-        raise SurgeryError(f"{name!r} cannot be the name of a tensor")
+        raise SurgeryError(f"{name!r} is not a valid tensor name")
     if tensor.dtype not in NAME_OF_DTYPE:
         raise SurgeryError(f"{name} is planned as {describe(tensor)}; safetensors has no such dtype")
     return TensorSpec(tensor.dtype, tuple(tensor.shape))

@@ -50,7 +50,9 @@ def hold(path: Path, place: Path, option: str = "--out") -> IO:
         file = open(path, "a", opener=_without_links)  # noqa: SIM115 the caller closes it
         if try_lock(file) is Lock.HELD:
             file.close()
-            raise SurgeryError(f"{place}: another surgery is writing it; wait for it or choose another {option}")
+            raise SurgeryError(
+                f"{place}: another surgery process is writing it; wait for it or choose another {option}"
+            )
         if is_at(file, path):
             return file
         file.close()  # the previous owner removed the file after we opened it

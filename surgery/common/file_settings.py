@@ -70,7 +70,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     """
     read = read_yaml(path) or {}
     if not isinstance(read, dict):
-        raise SurgeryError(f"{path}: holds {shown(read)}; write name: value lines", path=path)
+        raise SurgeryError(f"{path}: must be a mapping, not {shown(read)}; write lines of name: value", path=path)
     return read
 
 
@@ -93,7 +93,7 @@ def read_yaml(path: str | Path) -> Any:
         if node is None:
             return None
         if _values(node, {}) > MOST_VALUES:
-            message = f"{path}: its aliases stand for more than {MOST_VALUES:,} values; write them out"
+            message = f"{path}: its YAML aliases expand to more than {MOST_VALUES:,} values; write them out"
             raise SurgeryError(message, path=path)
         return loader.construct_document(node)
     except OSError as error:
@@ -102,7 +102,7 @@ def read_yaml(path: str | Path) -> Any:
         raise SurgeryError(f"{path}: {' '.join(str(error).split())}", path=path) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # PyYAML raises these for invalid dates and numbers and for deep nesting.
-        raise SurgeryError(f"{path}: no readable YAML ({' '.join(str(error).split())})", path=path) from None
+        raise SurgeryError(f"{path}: not valid YAML ({' '.join(str(error).split())})", path=path) from None
 
 
 def _values(node: Any, counts: dict[int, int]) -> int:

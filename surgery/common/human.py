@@ -42,7 +42,7 @@ def seconds_of(text: str | float, option: str) -> float:
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", str(text))
     hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
     if not (seconds := 3600 * hours + 60 * minutes + rest):
-        raise SurgeryError(f"{option} {text}: is no duration; write it like 5m, 300s or 1h30m")
+        raise SurgeryError(f"{option} {text}: not a duration; write it like 5m, 300s or 1h30m")
     return seconds
 
 

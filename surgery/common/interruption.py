@@ -31,7 +31,9 @@ def resumes_from(path: Path) -> None:
 def remains() -> str:
     """Describe for a message the newest unfinished output to resume from, or that there is none."""
     path = next((path for path in reversed(_unfinished) if _holds_files(path)), None)
-    return "nothing was kept" if path is None else f"{path} keeps the finished work, the same command resumes"
+    return (
+        "nothing was kept" if path is None else f"{path} keeps the finished work; run the same command again to resume"
+    )
 
 
 def _holds_files(path: Path) -> bool:

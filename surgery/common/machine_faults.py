@@ -11,10 +11,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 # torch has no error classes for these.
 _TOO_LARGE = ("can't allocate memory", "cannot allocate memory", "out of memory", "not enough memory", "bad_alloc")
 _TOO_LARGE += ("storage size calculation overflowed", "failed to map segment")
-_MEMORY = "out of memory; close other programs, raise the limit (ulimit -v), or ask for less: --batch-size, "
+_MEMORY = "out of memory; close other programs, raise the limit (ulimit -v), or reduce --batch-size or "
 _MEMORY += "--calibration-length"
-_THREADS = "the system starts no more threads or processes; raise the limit (ulimit -u), or set OMP_NUM_THREADS=1"
-_FREE = "free some, or choose another --out (temporary files of an output lie next to it) or another TMPDIR"
+_THREADS = "the system cannot start more threads or processes; raise the limit (ulimit -u), or set OMP_NUM_THREADS=1"
+_FREE = "free some space, or choose another --out (temporary files of an output lie next to it) or another TMPDIR"
 _UNWRITTEN = ("PytorchStreamWriter", "unexpected pos", "No space left on device")
 
 
@@ -31,7 +31,7 @@ def fault_message(error: BaseException) -> str | None:
     if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in text):
         return _THREADS
     if is_panic(error):
-        return f"a tokenizer failed: {text[:200]}; its tokenizer.json asks for more than it can do, use another"
+        return f"a tokenizer failed: {text[:200]}; repair its tokenizer.json or use another tokenizer"
     if isinstance(error, OSError) and error.errno in _FULL:
         return f"{error.filename or 'a temporary file'}: no space left on the disk; {_FREE}"
     if isinstance(error, OSError) and error.errno is not None:

@@ -7,4 +7,4 @@ def other_threads(before: object, now: int) -> str | None:
     """Return a note on the changed number of threads; None if it is unchanged or the former number is unknown."""
     if not isinstance(before, int) or before == now:
         return None
-    return f"was begun with {before} threads and goes on with {now}: last digits may differ from those of one run"
+    return f"started with {before} threads, resuming with {now}: results may differ in the last digits"

@@ -110,8 +110,7 @@ def check_replaceable(folder: Path) -> None:
     if foreign is not None:
         raise SurgeryError.at(
             folder,
-            f"holds other files than a checkpoint that surgery wrote, first {foreign}; move it away or"
-            " choose another --out",
+            f"contains files that surgery did not write, first {foreign}; move it away or choose another --out",
         )
 
 
@@ -144,7 +143,7 @@ def check_file(path: Path, *, overwrite: bool, option: str = "--out") -> None:
     if not os.path.lexists(path):
         return
     if path.is_dir() and not path.is_symlink():
-        raise SurgeryError.at(path, f"is a folder; name a file by {option}")
+        raise SurgeryError.at(path, f"is a folder; pass a file with {option}")
     if not overwrite:
         raise SurgeryError.at(path, f"exists; choose another {option} or pass --overwrite")
     if not is_own_file(path):

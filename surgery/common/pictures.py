@@ -24,7 +24,7 @@ def check_picture(path: Path) -> str:
     """
     kind = path.suffix.lower().removeprefix(".")
     if kind not in _MARKED:
-        raise SurgeryError(f"--plot {path}: draws {', '.join(_MARKED)}; name a file of such an ending")
+        raise SurgeryError(f"--plot {path}: unknown file type; choose one of {', '.join(_MARKED)}")
     return kind
 
 

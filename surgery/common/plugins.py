@@ -56,7 +56,7 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
             SurgeryError: the name is taken, or the object is not an instance of the required class.
         """
         if name in self:
-            raise SurgeryError(f"{self._kind}: there is a {name!r} already; choose another name")
+            raise SurgeryError(f"{self._kind}: {name!r} is already registered; choose another name")
         self._check(name, thing)
         _registered.setdefault(self._kind, {})[name] = thing
 
@@ -71,7 +71,7 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
     def _check(self, name: str, thing: Any) -> None:
         if self._of is not None and not isinstance(thing, self._of):
             expected = f"{self._of.__module__}.{self._of.__name__}(...)"
-            raise SurgeryError(f"{self._kind}: {name!r} is a {type(thing).__name__}: wrap it, {expected}")
+            raise SurgeryError(f"{self._kind}: {name!r} is a {type(thing).__name__}; wrap it in {expected}")
 
     def working(self) -> dict[str, Kind]:
         """Load all objects; those of packages that fail to load are left out with a note on standard error."""

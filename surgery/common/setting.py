@@ -235,7 +235,7 @@ def _plural(words: str) -> str:
 def shown(value: Any) -> str:
     """Format a value for an error message, in YAML's spelling."""
     if isinstance(value, list | tuple | dict):
-        return "a list" if not isinstance(value, dict) else "names with values"
+        return "a list" if not isinstance(value, dict) else "a mapping"
     if isinstance(value, bool):
         return str(value).lower()
     return "empty" if value is None else repr(value)

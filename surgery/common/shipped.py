@@ -44,8 +44,8 @@ def find_shipped(name: str | Path, kind: Kind) -> Path:
         return path
     names = {each.name: each.path for each in shipped(kind)}
     if str(name) not in names:
-        hint = did_you_mean(path.stem, list(names)) or f"; surgery {LISTS[kind]} lists those that ship"
-        raise SurgeryError(f"{name}: no such file, and no {kind.removesuffix('s')} of that name ships{hint}")
+        hint = did_you_mean(path.stem, list(names)) or f"; surgery {LISTS[kind]} lists the shipped ones"
+        raise SurgeryError(f"{name}: no such file, and no shipped {kind.removesuffix('s')} of that name{hint}")
     return names[str(name)]
 
 

@@ -48,5 +48,5 @@ def printing() -> Iterator[None]:
     except OSError as error:
         leave_unread()  # the flush at interpreter exit would fail again
         raise SurgeryError(
-            f"standard output: {(error.strerror or str(error)).lower()}; what the command wrote to files is whole"
+            f"standard output: {(error.strerror or str(error)).lower()}; the files that the command wrote are complete"
         ) from error

@@ -141,7 +141,7 @@ def test_digits_are_cut_as_the_file_says(tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer("1234").input_ids == expected, name
         assert tokenizer("aB").input_ids == ([8, 9] if name in ("tekken", "gpt-4o") else [10]), name
-    with pytest.raises(SurgeryError, match=r"'other'.*; give the model's Hugging Face files"):
+    with pytest.raises(SurgeryError, match=r"'other'.*; use the Hugging Face checkpoint"):
         write_tokenizer(tmp_path / "a.gguf", {**metadata, "tokenizer.ggml.pre": "other"}, tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
         "original_max_position_embeddings": 8192,
     }
     assert "rope_freqs.weight" not in reader
-    refused(write_gguf(tmp_path / "b.gguf", model, tensors={"rope_freqs.weight": factors * 2}), "not those of llama3")
+    refused(write_gguf(tmp_path / "b.gguf", model, tensors={"rope_freqs.weight": factors * 2}), "do not match llama3")
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
             {"general.architecture": "gptj"},
             "architecture 'gptj' is not supported (supported: llama, qwen2, qwen3, gemma",
         ),
-        ({"general.architecture": "gptj"}, "give its Hugging Face files"),
-        ({"llama.expert_count": 4}, "mixture of experts"),
+        ({"general.architecture": "gptj"}, "use the Hugging Face checkpoint"),
+        ({"llama.expert_count": 4}, "mixture-of-experts"),
         ({"llama.attention.sliding_window": 64}, "sliding windows"),
         ({"llama.rope.scaling.type": "su"}, "RoPE scaling 'su'"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.original_context_length is None"),
@@ -218,11 +218,11 @@ def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0},
             "YaRN with llama.rope.scaling.attn",
         ),
-        ({"llama.rope.dimension_count": 8}, "part of a head"),
-        ({"llama.attention.value_length": 8}, "different widths"),
+        ({"llama.rope.dimension_count": 8}, "partial RoPE"),
+        ({"llama.attention.value_length": 8}, "different head sizes"),
         ({"llama.block_count": None}, "llama.block_count is None"),
         ({"split.count": 3}, "one of 3 parts"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer of kind 'bert'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer type 'bert'"),
         ({"tokenizer.ggml.model": "gpt2"}, "no tokens"),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_folder_of_one_file(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"))
     assert CheckpointReader.open(tmp_path).source == path
     write_gguf(tmp_path / "b.gguf", make_model("llama"))
-    refused(tmp_path, "holds 2 GGUF files (a.gguf, ...); give one of them")
+    refused(tmp_path, "contains 2 GGUF files (a.gguf, ...); pass one of them")
 
 
 def test_a_link_keeps_its_name(tmp_path):
@@ -295,7 +295,8 @@ def test_a_name_without_a_file_says_what_to_do(tmp_path, monkeypatch, name, word
 
 def test_a_hub_repository_of_gguf_files_says_to_download_one(tmp_path, monkeypatch):
     monkeypatch.setattr(location, "download", lambda *args, **options: tmp_path)
-    refused("org/model-GGUF", "no config.json on the hub; of its GGUF files give one: hf download org/model-GGUF")
+    hint = "no config.json on the hub; if it has GGUF files, download one: hf download org/model-GGUF"
+    refused("org/model-GGUF", hint)
 
 
 def test_a_file_without_a_tokenizer_is_named(tmp_path):

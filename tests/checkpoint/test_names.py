@@ -15,7 +15,7 @@ NAME = os.fsdecode(b"na\xffme")
 
 def test_folders(tmp_path):
     folder = make_checkpoint(tmp_path / "llama", "llama").rename(tmp_path / NAME)
-    with pytest.raises(SurgeryError, match="not UTF-8") as refusal:
+    with pytest.raises(SurgeryError, match="not valid UTF-8") as refusal:
         CheckpointReader.open(folder)
     str(refusal.value).encode()
 
@@ -23,10 +23,10 @@ def test_folders(tmp_path):
 def test_files(tmp_path):
     folder = make_checkpoint(tmp_path / "llama", "llama")
     (folder / f"{NAME}.txt").touch()
-    with pytest.raises(SurgeryError, match=r"\.txt: its name is not UTF-8"):
+    with pytest.raises(SurgeryError, match=r"\.txt: the path is not valid UTF-8"):
         CheckpointReader.open(folder)
 
 
 def test_outputs(tmp_path):
-    with pytest.raises(SurgeryError, match="not UTF-8"):
+    with pytest.raises(SurgeryError, match="not valid UTF-8"):
         check_output(tmp_path / "source", tmp_path / NAME)

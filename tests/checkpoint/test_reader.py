@@ -249,7 +249,7 @@ class TestHubLayout:
     @pytest.mark.parametrize(
         ("error", "words"),
         [
-            (LocalEntryNotFoundError("long\nstory"), "not reachable and not in the cache"),
+            (LocalEntryNotFoundError("long\nstory"), "not reachable and the model is not in the cache"),
             (ConnectionError("first\nsecond"), "ConnectionError: first"),
             (OSError(), "OSError"),
         ],
@@ -268,7 +268,7 @@ class TestHubLayout:
         ("kind", "words"),
         [
             ("GatedRepoError", "gated"),
-            ("RepositoryNotFoundError", "no such model"),
+            ("RepositoryNotFoundError", "does not exist or is private"),
             ("RevisionNotFoundError", "no revision"),
         ],
     )

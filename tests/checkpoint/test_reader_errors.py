@@ -33,7 +33,7 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)) -> dict:
 def test_source(tmp_path, single):
     refused(tmp_path / "nowhere", "no such folder")
     refused("./org/name", "no such folder")
-    refused(single / "config.json", "is a file; give the folder")
+    refused(single / "config.json", "is a file; pass the checkpoint folder")
     refused(single, "no revision 'v1'", revision="v1")
 
 
@@ -55,7 +55,7 @@ def test_no_weights(single):
     (single / "model.safetensors").unlink()
     refused(single, "no weights")
     with_header(single, {"__metadata__": {"format": "pt"}})
-    refused(single, "hold no tensors")
+    refused(single, "contain no tensors")
 
 
 @pytest.mark.parametrize("entries", [0, 5, 30, -1])
@@ -81,7 +81,7 @@ def test_shortened_after_opening(single):
     reader = CheckpointReader.open(single)
     path = single / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(SurgeryError, match="became shorter"):
+    with pytest.raises(SurgeryError, match="was truncated"):
         for name in reader.names():
             reader.tensor(name)
 
@@ -107,11 +107,11 @@ def test_not_safetensors(single):
         ({"w": entry(shape=[-1])}, b"1234", "has shape [-1]"),
         ({"w": entry(shape=[True])}, b"1234", "has shape [True]"),
         ({"w": entry(shape=["1"])}, b"1234", "has shape ['1']"),
-        ({"w": entry(shape=[2])}, b"1234", "needs 8 bytes and is given 4"),
-        ({"w": entry(offsets=[4, 8])}, b"12345678", "overlap or leave a hole"),
-        ({"w": entry(), "v": entry()}, b"1234", "overlap or leave a hole"),
-        ({"w": entry(), "v": entry(offsets=[8, 12])}, b"123456789012", "overlap or leave a hole"),
-        (b'{"w": %b, "w": %b}' % ((json.dumps(entry()).encode(),) * 2), b"1234", "'w' is in it twice"),
+        ({"w": entry(shape=[2])}, b"1234", "needs 8 bytes but has 4"),
+        ({"w": entry(offsets=[4, 8])}, b"12345678", "overlap or leave a gap"),
+        ({"w": entry(), "v": entry()}, b"1234", "overlap or leave a gap"),
+        ({"w": entry(), "v": entry(offsets=[8, 12])}, b"123456789012", "overlap or leave a gap"),
+        (b'{"w": %b, "w": %b}' % ((json.dumps(entry()).encode(),) * 2), b"1234", "duplicate key 'w'"),
     ],
 )
 def test_damaged_header(single, header, data, words):
@@ -139,12 +139,12 @@ def edit_index(folder, **weight_map) -> None:
 
 def test_index_names_a_tensor_in_no_shard(sharded):
     edit_index(sharded, c="model-00001-of-00002.safetensors")
-    refused(sharded, "the index names c, which is in no shard")
+    refused(sharded, "the index lists c, which no shard contains")
 
 
 def test_index_names_another_shard(sharded):
     edit_index(sharded, a="model-00002-of-00002.safetensors", b="model-00001-of-00002.safetensors")
-    refused(sharded, "a is in model-00001-of-00002.safetensors, the index says")
+    refused(sharded, "a is in model-00001-of-00002.safetensors, but the index says")
 
 
 @pytest.mark.parametrize(

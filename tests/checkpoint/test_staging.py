@@ -163,7 +163,7 @@ class TestLeftovers:
             (tmp_path / "elsewhere").mkdir()
             partial.symlink_to("elsewhere")
         before = disk()
-        refused(tmp_path / "out", "not ours")
+        refused(tmp_path / "out", "not written by surgery")
         assert disk() == before
 
     def test_theirs_that_appears_after_the_constructor_stays(self, tmp_path, disk):
@@ -171,14 +171,14 @@ class TestLeftovers:
         (tmp_path / "out.partial").mkdir()
         (tmp_path / "out.partial" / "theirs").write_text("x")
         before = disk()
-        with pytest.raises(SurgeryError, match="not ours"), writer:
+        with pytest.raises(SurgeryError, match="not written by surgery"), writer:
             pass
         assert disk() == before
 
     def test_one_that_is_being_written_is_refused(self, tmp_path):
         late = CheckpointWriter(tmp_path / "out", PLAN)
         with CheckpointWriter(tmp_path / "out", PLAN) as writer:
-            refused(tmp_path / "out", "another surgery is writing it")
+            refused(tmp_path / "out", "another surgery process is writing it")
             with pytest.raises(SurgeryError, match="another surgery"), late:
                 pass
             writer.write("a", torch.ones(2))

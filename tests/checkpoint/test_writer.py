@@ -140,7 +140,7 @@ def test_what_is_copied_in_parts_lies_in_any_shards_and_may_not_change(tmp_path)
     plan = {name: reader.info(name), "model.norm.weight": reader.info("model.norm.weight")}
     parts = {name: reader.stored_parts(name)}
     with CheckpointWriter(tmp_path / "out", plan, max_shard_size=1, parts=parts) as writer:
-        with pytest.raises(SurgeryError, match=f"{name} has to change, and is to stay as stored"):
+        with pytest.raises(SurgeryError, match=f"{name} has to change and cannot stay quantized"):
             writer.write(name, reader.tensor(name))
         for each in writer.missing():
             writer.copy(each, reader)
@@ -208,10 +208,10 @@ def test_sidecar_that_is_not_there(tmp_path):
     ("name", "tensor", "words"),
     [
         ("c", A, "c is not in the plan"),
-        ("a", A.T, r"a is planned as float32 \[2, 3\] and given as float32 \[3, 2\]"),
+        ("a", A.T, r"a is planned as float32 \[2, 3\] but is float32 \[3, 2\]"),
         ("a", A.double(), "given as float64"),
-        ("a", torch.full((2, 3), torch.nan), "a holds NaN or infinity"),
-        ("b", B / 0, "b holds NaN or infinity"),
+        ("a", torch.full((2, 3), torch.nan), "a contains NaN or infinity"),
+        ("b", B / 0, "b contains NaN or infinity"),
     ],
 )
 def test_wrong_tensors_leave_the_disk_as_it_was(tmp_path, disk, name, tensor, words):
@@ -247,7 +247,7 @@ def test_copy_checks_the_plan(tmp_path, single):
     reader = CheckpointReader.open(single)
     plan = {"embed.weight": TensorSpec(torch.float32, (6, 40)), "x": TensorSpec(torch.float32, (1,))}
     with CheckpointWriter(tmp_path / "out", plan) as writer:
-        with pytest.raises(SurgeryError, match=r"planned as float32 \[6, 40\] and given as float32 \[40, 6\]"):
+        with pytest.raises(SurgeryError, match=r"planned as float32 \[6, 40\] but is float32 \[40, 6\]"):
             writer.copy("embed.weight", reader)
         with pytest.raises(SurgeryError, match="no tensor x"):
             writer.copy("x", reader)
@@ -257,7 +257,7 @@ def test_second_write_and_missing_write(tmp_path, disk):
     before = disk()
     with CheckpointWriter(tmp_path / "out", PLAN) as writer:
         writer.write("a", A)
-        with pytest.raises(SurgeryError, match="a is written a second time"):
+        with pytest.raises(SurgeryError, match="a was written before"):
             writer.write("a", A)
         for end in (writer.finish, writer.commit):
             with pytest.raises(SurgeryError, match="1 planned tensors were not written, first b"):
@@ -281,9 +281,9 @@ def test_only_inside_the_context(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({}, "no tensors are planned"),
-        ({"": PLAN["a"]}, "cannot be the name"),
-        ({"__metadata__": PLAN["a"]}, "cannot be the name"),
+        ({}, "the plan has no tensors"),
+        ({"": PLAN["a"]}, "not a valid tensor name"),
+        ({"__metadata__": PLAN["a"]}, "not a valid tensor name"),
         ({"z": TensorSpec(torch.complex64, (1,))}, "no such dtype"),
     ],
 )

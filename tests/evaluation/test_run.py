@@ -185,7 +185,7 @@ def test_another_number_of_threads_is_said(tmp_path):
     assert store.go_on(2) is None
     store.put("a" * 32, {})
     assert ResultStore.open(tmp_path).go_on(2) is None
-    assert "was begun with 2 threads and goes on with 3" in ResultStore.open(tmp_path).go_on(3)
+    assert "started with 2 threads, resuming with 3" in ResultStore.open(tmp_path).go_on(3)
     store.clear()
     assert store.go_on(3) is None
 

@@ -107,7 +107,7 @@ def test_a_source_that_becomes_shorter(conversion, monkeypatch):
     when_layers_are_done(monkeypatch, lambda: file.write_bytes(whole[:5000]))
     ended, lines = conversion.run()
     file.write_bytes(whole)
-    check_refused(conversion, ended, lines, "became shorter while it was read")
+    check_refused(conversion, ended, lines, "was truncated while it was read")
 
 
 @pytest.mark.parametrize("settings", ["torch", "python"])

@@ -77,7 +77,7 @@ def test_ended_by_the_kernel_and_run_again(checkpoints, tmp_path, limited):
     assert os.listdir(folder) == ["small.partial"]
     assert set(os.listdir(folder / "small.partial")) == {MARKER, UNFINISHED}
     again = convert(source, folder / "small")
-    assert again.returncode == 0 and "goes on with what" in again.stderr, again.stderr
+    assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr
     assert os.listdir(folder) == ["small"]
     assert convert(source, tmp_path / "whole" / "small").returncode == 0
     assert results(folder / "small") == results(tmp_path / "whole" / "small")

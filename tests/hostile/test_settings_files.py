@@ -134,5 +134,5 @@ def test_bytes(file, content):
 @pytest.mark.parametrize("bomb", [BOMB, MERGES, "a: &a [*a]"])
 def test_bombs_are_refused(bomb, file):
     file.write_text(bomb)
-    with pytest.raises(SurgeryError, match="aliases stand for more than"):
+    with pytest.raises(SurgeryError, match="aliases expand to more than"):
         read_mapping(file)

@@ -115,7 +115,7 @@ def test_links_out_of_the_folder_are_refused(name, absolute, tmp_path):
     secret.write_bytes(content.get(name, json.dumps(index).encode()))
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret if absolute else os.path.relpath(secret, (folder / name).parent))
-    with pytest.raises(SurgeryError, match=r"a link that leads out of its folder, to .*secret.*--follow-links"):
+    with pytest.raises(SurgeryError, match=r"is a link to .*secret.*, outside of its folder; .*--follow-links"):
         CheckpointReader.open(folder)
 
 
@@ -130,7 +130,7 @@ def test_links_within_a_folder_and_in_the_hubs_cache_are_followed(home, tmp_path
         (blobs / str(number)).write_bytes(content)
         (folder / name).symlink_to(os.path.relpath(blobs / str(number), folder))
     if home == "blobs":
-        with pytest.raises(SurgeryError, match="leads out of its folder"):
+        with pytest.raises(SurgeryError, match="outside of its folder"):
             CheckpointReader.open(folder)
     else:
         assert set(read_all(folder)) == set(TENSORS)
@@ -197,5 +197,5 @@ def test_zip_bombs_are_refused(pickled):
 def test_tensors_of_more_numbers_than_are_stored_are_refused(pickled):
     folder, _ = pickled
     torch.save({"a": torch.zeros(1).expand(2**20, 2**20)}, folder / "pytorch_model.bin")
-    with pytest.raises(SurgeryError, match=r"a .*more numbers than"):
+    with pytest.raises(SurgeryError, match=r"a .*more elements than"):
         CheckpointReader.open(folder, allow_pickle=True)

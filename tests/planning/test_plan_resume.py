@@ -44,9 +44,9 @@ def test_killed_after_every_state(checkpoints, tmp_path, monkeypatch, capsys):
         fork = Fork("1", *arguments, code=KILLED)
         assert fork.wait() == -signal.SIGKILL, fork.stderr
         assert os.listdir(folder) == ["plan.yaml.statistics.partial"]
-        assert ("goes on with what" in fork.stderr) == (states > 1)
+        assert ("resuming from" in fork.stderr) == (states > 1)
     code, again, err = run_main(monkeypatch, capsys, *arguments, "--json")
-    assert code == 0 and "goes on with what" in err and "calibrate" not in err and "try " not in err
+    assert code == 0 and "resuming from" in err and "calibrate" not in err and "try " not in err
     assert os.listdir(folder) == ["plan.yaml"]
     assert json.loads(again)["rows"] == json.loads(whole)["rows"]
     # But for the first line, which names the file.
@@ -55,4 +55,4 @@ def test_killed_after_every_state(checkpoints, tmp_path, monkeypatch, capsys):
     fork = Fork("1", *arguments[:2], "--out", folder / "other.yaml", *ASKED, code=KILLED)
     assert fork.wait() == -signal.SIGKILL
     code, _, err = run_main(monkeypatch, capsys, *arguments[:2], "--out", folder / "other.yaml", *ASKED, "--restart")
-    assert code == 0 and "goes on" not in err and "calibrate: forward" in err
+    assert code == 0 and "resuming from" not in err and "calibrate: forward" in err

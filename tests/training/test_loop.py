@@ -120,7 +120,7 @@ def test_a_resumed_run_goes_on_exactly(settings, whole, capsys):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     facts = heal_here(parts)
     err = capsys.readouterr().err
-    assert facts["steps"] == 4 and "last digits may differ" not in err
+    assert facts["steps"] == 4 and "differ in the last digits" not in err
     assert "step 1 (25%, about " in err
     assert losses_of(parts) == losses_of(whole)
     assert all(torch.equal(each, tensors(whole["out"])[name]) for name, each in tensors(parts["out"]).items())
@@ -133,7 +133,7 @@ def test_another_number_of_threads_is_said(settings, capsys, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     capsys.readouterr()
     heal_here(values)
-    message = f"was begun with {threads} threads and goes on with {threads + 1}: last digits may differ"
+    message = f"started with {threads} threads, resuming with {threads + 1}: results may differ in the last digits"
     assert message in " ".join(capsys.readouterr().err.split())
 
 

@@ -134,9 +134,9 @@ def _state(module: str, kind: str, store: Store) -> tuple[dict[str, Any], tuple[
         nested = None if nested is None else int(nested)
         offset = float(state.get("nested_offset", 0.0))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise SurgeryError(f"{name}: does not say how {module}{WEIGHT} is quantized ({error})") from None
+        raise SurgeryError(f"{name}: no valid quantization state of {module}{WEIGHT} ({error})") from None
     if min(rows, columns, block, 1 if nested is None else nested) < 1 or offset != offset:
-        raise SurgeryError(f"{name}: a shape of {rows} x {columns} in blocks of {block}: not possible")
+        raise SurgeryError(f"{name}: shape {rows} x {columns} with blocks of {block} is not valid")
     return state, (rows, columns), block, nested
 
 

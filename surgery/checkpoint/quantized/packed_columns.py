@@ -109,7 +109,7 @@ class PackedColumns:
         if self.reordered:
             group = read(self.module + GROUPS, 0, inputs).long()
             if group.min() < 0 or group.max() >= self.groups:
-                raise SurgeryError(f"{self.module}{GROUPS}: names groups outside of the {self.groups} that have scales")
+                raise SurgeryError(f"{self.module}{GROUPS}: group index out of range; {self.groups} groups have scales")
         return ((codes - zeros[group]).float() * scales[group]).T.contiguous()
 
     def _zeros(self, words: Tensor, first: int, after: int) -> Tensor:
@@ -150,7 +150,7 @@ def _gptq_matrix(module: str, entry: dict[str, Any], store: Store, plus: int, dt
     # Modules may differ in bit width, which follows from the length of ``g_idx``.
     bits = entry.get("bits") if order is None else 32 * rows / max(order.nbytes // order.dtype.itemsize, 1)
     if bits not in BITS or 32 * rows % bits or not rows or not outputs:
-        raise SurgeryError(f"{module}{WORDS}: {describe(words)} of {bits} bits a code; {BITS} are read")
+        raise SurgeryError(f"{module}{WORDS}: {describe(words)} of {bits} bits a value is not supported; use {BITS}")
     bits = int(bits)
     inputs, groups = 32 * rows // bits, scales.shape[0] if scales.shape else 0
     fits = scales.shape == (groups, outputs) and zeros.shape == (groups, -(-outputs * bits // 32)) and groups
@@ -196,4 +196,4 @@ def _weights(matrices: dict[str, PackedColumns]) -> dict[str, Matrix]:
 
 
 def _unsupported(method: str, form: str) -> SurgeryError:
-    return SurgeryError(f"config.json: {method}, {form}: not read; dequantize the checkpoint first")
+    return SurgeryError(f"config.json: {method} with {form} is not supported; dequantize the checkpoint first")

@@ -37,7 +37,7 @@ def beside(module: str, part: str, store: Store) -> TensorInfo:
         SurgeryError: the tensor is missing.
     """
     if module + part not in store.infos:
-        raise SurgeryError(f"{module}{part}: missing from the checkpoint, whose config says how it is quantized")
+        raise SurgeryError(f"{module}{part}: missing, but required by quantization_config; download it again")
     return store.infos[module + part]
 
 

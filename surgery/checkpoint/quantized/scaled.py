@@ -105,12 +105,12 @@ def _by_block(module: str, store: Store, block: tuple[int, int]) -> Scaled:
 def _packed(module: str, store: Store, bits: int, dtype: torch.dtype) -> Scaled:
     words, scale, shape = (beside(module, part, store) for part in (PACKED, SCALE, SHAPE))
     if shape.dtype not in (torch.int32, torch.int64) or shape.nbytes != 2 * shape.dtype.itemsize:
-        raise SurgeryError(f"{module}{SHAPE}: {describe(shape)} is no matrix's shape")
+        raise SurgeryError(f"{module}{SHAPE}: {describe(shape)} is not the shape of a matrix")
     raw = torch.empty(shape.nbytes, dtype=torch.uint8)
     store.read(module + SHAPE, [(0, shape.nbytes)], raw)
     size = tuple(raw.view(shape.dtype).tolist())
     if words.dtype != torch.int32 or words.shape != (size[0], -(-size[1] * bits // 32)):
-        raise SurgeryError(f"{module}{WEIGHT}: {describe(words)} does not hold {list(size)} numbers of {bits} bits")
+        raise SurgeryError(f"{module}{WEIGHT}: {describe(words)} does not hold {list(size)} values of {bits} bits")
     block, scales = _scales(module, words, size, scale)
     parts = {"codes": module + PACKED, "scale": module + SCALE, "others": (module + SHAPE,)}
     return Scaled(**parts, shape=size, block=block, scales=scales, dtype=dtype, kind=f"int{bits}", bits=bits)
@@ -141,9 +141,9 @@ def _complete(matrices: dict[str, Scaled], store: Store) -> dict[str, Matrix]:
     parts = {part for matrix in matrices.values() for part in matrix.parts}
     for name, info in store.infos.items():
         if name.endswith(UNKNOWN):
-            raise SurgeryError(f"{name}: quantized values that need it are not read. Dequantize the checkpoint first")
+            raise SurgeryError(f"{name}: this kind of quantization is not supported; dequantize the checkpoint first")
         if name not in parts and info.dtype.itemsize == 1 and info.dtype.is_floating_point:
-            raise SurgeryError(f"{name}: {describe(info)} without scales")
+            raise SurgeryError(f"{name}: {describe(info)} has no scales")
     return dict(matrices)
 
 
@@ -169,7 +169,7 @@ def _check_compressed(entry: dict[str, Any]) -> None:
     if entry.get("transform_config"):
         formats.add("rotated weights (transform_config)")
     if unknown := sorted(formats - FORMATS):
-        raise SurgeryError(f"config.json: compressed-tensors, {unknown[0]}: not read; dequantize the checkpoint first")
+        raise SurgeryError(f"config.json: compressed-tensors {unknown[0]} is not supported; dequantize it first")
 
 
 def _bits(entry: dict[str, Any]) -> int:
@@ -183,5 +183,5 @@ def _bits(entry: dict[str, Any]) -> int:
     weights = [weight for group in groups if isinstance(weight := group.get("weights"), dict)]
     bits = sorted({str(weight.get("num_bits"))[:100] for weight in weights})
     if len(bits) != 1 or bits[0] not in PACKED_BITS:
-        raise SurgeryError(f"config.json: compressed-tensors of {bits} bits, {' or '.join(PACKED_BITS)} are read")
+        raise SurgeryError(f"config.json: num_bits {bits} is not supported; use {' or '.join(PACKED_BITS)}")
     return int(bits[0])
