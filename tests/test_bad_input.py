@@ -75,11 +75,11 @@ CASES = {
         r"config\.json: hidden_size must be a whole number from 1 to 1,048,576, not 'wide'",
     ),
     "pickle only": (pickle_only, {}, "allow-pickle"),
-    "budget too small": (lambda folder: None, {"kv_ratio": 0.01, "rope_dim": None}, "ask for more"),
+    "budget too small": (lambda folder: None, {"kv_ratio": 0.01, "rope_dim": None}, "raise kv_ratio"),
     "budget too large": (
         lambda folder: None,
         {"kv_ratio": None, "kv_lora_rank": 64, "rope_dim": 8},
-        "would not be fewer",
+        "are not fewer",
     ),
     "rope too wide": (lambda folder: None, {"rope_dim": 64}, "impossible|budget"),
     "absent text": (lambda folder: None, {"calibration": "nowhere.txt"}, "nowhere.txt"),

@@ -220,7 +220,7 @@ def test_one_budget_is_spread_over_layers_of_the_own_class(converted, tmp_path, 
 
 
 def test_a_stock_class_has_one_rank():
-    with pytest.raises(SurgeryError, match="stock deepseek_v3 has one rank for all; drop --carrier stock"):
+    with pytest.raises(SurgeryError, match="stock deepseek_v3 has one rank for all layers; drop --carrier stock"):
         ConvertSettings(allocate="spectrum", carrier="stock")
 
 

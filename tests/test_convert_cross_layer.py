@@ -198,7 +198,7 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] <= 0.6 * kv["source_bytes_per_token"]
     source, files = (load_file(folder.path / "model.safetensors") for folder in (latent, result))
     assert all(torch.equal(files[key], tensor) for key, tensor in source.items())
-    with pytest.raises(SurgeryError, match="by method xkv, not minicache"):
+    with pytest.raises(SurgeryError, match="with method xkv only, not minicache"):
         convert_checkpoint(latent.path, tmp_path / "no", CrossLayerSettings(method="minicache"))
     with pytest.raises(SurgeryError, match="kind cross_layer_latent"):
         convert_checkpoint(result.path, tmp_path / "no", CrossLayerSettings(**QUICK))
@@ -210,10 +210,10 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
     ("name", "settings", "message"),
     [
         ("mistral_window", {}, "sliding window"),
-        ("llama", {"calibration": "none"}, "shows in text only"),
-        ("llama", {"rank": 40}, "choose fewer than the source's 64"),
-        ("llama", {"kv_ratio": 0.1, "rank_multiple": 32}, "one multiple at least"),
-        ("llama", {"method": "minicache", "kv_ratio": 0.5}, "has no ratio"),
+        ("llama", {"calibration": "none"}, "requires calibration text"),
+        ("llama", {"rank": 40}, "must be fewer than the source's 64"),
+        ("llama", {"kv_ratio": 0.1, "rank_multiple": 32}, "at least one multiple"),
+        ("llama", {"method": "minicache", "kv_ratio": 0.5}, "has a fixed ratio"),
     ],
 )
 def test_impossible_requests_leave_nothing_behind(checkpoints, tmp_path, name, settings, message):

@@ -143,10 +143,10 @@ def test_report_and_card_say_what_it_is(converted):
     ("name", "settings", "message"),
     [
         ("qwen3", {}, "q/k-norm"),
-        ("llama", {"kv_heads": 3}, "the source's 2 can become 1"),
-        ("llama", {"kv_heads": 2}, "can become 1"),
+        ("llama", {"kv_heads": 3}, "the source's 2 can be merged to 1"),
+        ("llama", {"kv_heads": 2}, "can be merged to 1"),
         ("llama", {"kv_ratio": 0.25}, "convert --to mla instead"),
-        ("llama", {"kv_ratio": 0.25, "allocate": "spectrum"}, "one at least"),
+        ("llama", {"kv_ratio": 0.25, "allocate": "spectrum"}, "at least one"),
         ("llama", {"carrier": "decilm"}, "not a multiple of 256"),
     ],
 )
@@ -293,9 +293,9 @@ def test_key_norm_of_one_head_is_mean_pool(converted):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"allocate": "spectrum", "method": "mean-pool"}, "needs method fisher"),
-        ({"allocate": "spectrum", "calibration": "none"}, "needs method fisher and text"),
-        ({"method": "key-norm", "carrier": "own"}, "leave carrier auto"),
+        ({"allocate": "spectrum", "method": "mean-pool"}, "requires method fisher"),
+        ({"allocate": "spectrum", "calibration": "none"}, "requires method fisher and calibration text"),
+        ({"method": "key-norm", "carrier": "own"}, "drop --carrier"),
         ({"carrier": "stock"}, "choose auto, own, decilm"),
     ],
 )
@@ -306,7 +306,7 @@ def test_settings_that_contradict_each_other(settings, message):
 
 def test_targets_take_their_own_settings():
     assert find_target("mqa").settings({"seed": 3}).kv_heads == 1
-    with pytest.raises(SurgeryError, match="contradicts --to mqa"):
+    with pytest.raises(SurgeryError, match="conflicts with --to mqa"):
         find_target("mqa").settings({"kv_heads": 2})
     with pytest.raises(SurgeryError, match="--to gqa: kv_lora_rank is for mla; gqa has no such setting"):
         find_target("gqa").settings({"kv_lora_rank": 8})

@@ -197,7 +197,7 @@ def test_latents_of_one_layer_stream_together_or_not_at_all(converted, pattern, 
 REFUSED = {
     "no pattern": ("llama", {"heads": None}, "surgery heads"),
     "budget": ("llama", {"kv_ratio": 0.01}, "raise --kv-ratio"),
-    "shape": ("llama", {"heads": "other", "streaming": 0.5}, "score this checkpoint itself"),
+    "shape": ("llama", {"heads": "other", "streaming": 0.5}, "score this checkpoint"),
     "window unknown": ("llama", {"heads": "bare", "streaming": 0.5}, "--sinks"),
     "nothing to do": ("llama", {"streaming": 0}, "no head streams"),
     "sliding windows": ("mistral_window", {"streaming": 0.5}, "full attention in every layer"),

@@ -53,7 +53,7 @@ PAIRS = [
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_the_result_computes_and_caches_what_was_promised(converted, name, kind):
     if kind == "window" and "window" in name:
-        with pytest.raises(SurgeryError, match="sliding window of their own"):
+        with pytest.raises(SurgeryError, match="models with sliding-window layers"):
             converted(name, kind)
         return
     report = converted(name, kind).report
@@ -117,7 +117,7 @@ def test_live_cache_of_long_batches_is_what_the_model_predicts(converted):
 
 REFUSED = {
     "choose fewer than": ("llama", {"rank": 10**6}),
-    "give rank or kv_ratio": ("llama", {"rank": 4, "kv_ratio": 0.5}),
+    "pass rank or kv_ratio": ("llama", {"rank": 4, "kv_ratio": 0.5}),
     "sinks need a window": ("llama", {"sinks": 4}),
     "method fisher or separate": ("llama", {"method": "svd-llm", "allocate": "spectrum"}),
     "keeps all": ("llama", {"method": "think", "kv_ratio": 0.25}),

@@ -195,7 +195,7 @@ def test_a_dry_run_for_a_gpu_needs_none(checkpoints, tmp_path, monkeypatch, caps
     assert output.splitlines()[-1].endswith("without --dry-run, where there is cuda")
     for more in (["cuda"], ["gpu0", "--dry-run"]):
         code, _, errors = run_main(monkeypatch, capsys, *verb, *more)
-        assert code == 1 and f"--device {more[0]}: cannot be used here" in errors
+        assert code == 1 and f"--device {more[0]}: not available" in errors
 
 
 def causal_attention(query, key, *_, **__):

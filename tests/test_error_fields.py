@@ -57,7 +57,7 @@ def test_a_file_that_cannot_be_read_is_named(text, tmp_path):
         ("kv_ratio 25 is too much", "--kv-ratio 25 is too much"),
         ("kv_ratio: too much", "--kv-ratio: too much"),
         ("--kv-ratio must be a number", "--kv-ratio must be a number"),
-        ("give rank or kv_ratio, not both", "--kv-ratio: give rank or kv_ratio, not both"),
+        ("pass rank or kv_ratio, not both", "--kv-ratio: pass rank or kv_ratio, not both"),
     ],
 )
 def test_the_flag_stands_in_front_and_the_sentence_stays(message, line):

@@ -103,7 +103,7 @@ def test_a_conversion_by_an_older_pattern_is_not_kept(finished, tmp_path):
     run_recipe(mine, tmp_path / "work", Progress(silent=True))
     assert times(tmp_path / "work") == before
     HeadPattern(-pattern.scores, "prulong", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
-    with pytest.raises(SurgeryError, match="hybrid: was made from another source or with other settings"):
+    with pytest.raises(SurgeryError, match="hybrid: exists, but from another source or with other settings"):
         run_recipe(mine, tmp_path / "work", Progress(silent=True))
 
 

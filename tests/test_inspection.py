@@ -141,7 +141,7 @@ def test_shares_of_a_model_with_windows_are_told_at_its_limit(inspected, capsys)
 def test_what_forgets_everything_is_no_row_of_the_table(inspected, capsys):
     show_inspection(inspected("llama"))
     lines = [line for line in capsys.readouterr().out.splitlines() if "--to hybrid --streaming 1" in line]
-    assert len(lines) == 1 and "every head forgets" in lines[0]
+    assert len(lines) == 1 and "all heads stream" in lines[0]
 
 
 def test_every_target_is_foreseen_with_its_bytes(inspected):

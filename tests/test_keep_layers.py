@@ -102,9 +102,9 @@ def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_pa
     assert inspect_checkpoint(tmp_path / "out").kv["bytes_per_token"] == of_one / 2
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
-    with pytest.raises(SurgeryError, match="none is left to convert"):
+    with pytest.raises(SurgeryError, match="leave at least one to convert"):
         converted(source, tmp_path / "none", "lowrank", keep_layers="1")
-    with pytest.raises(SurgeryError, match="neighbor's latents"):
+    with pytest.raises(SurgeryError, match="no layers with a KV cache are adjacent"):
         converted(source, tmp_path / "none", "crosslayer", method="cascade")
 
 
@@ -117,7 +117,7 @@ def test_which_layers_are_meant():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("first", "give numbers such as 0,1,-1"),
+        ("first", "must be layer indices such as 0,1,-1"),
         ("0,2", "keep_layers 2: the model has layers 0 to 1"),
         ("0,1", "all layers"),
     ],
@@ -129,7 +129,7 @@ def test_what_cannot_be_kept_is_refused(settings, message, checkpoints, tmp_path
 
 
 def test_what_does_not_go_with_kept_layers(checkpoints, tmp_path):
-    with pytest.raises(SurgeryError, match="all layers keep exact tokens or none does"):
+    with pytest.raises(SurgeryError, match="--window: must apply to all layers"):
         converted(checkpoints("llama"), tmp_path / "out", "lowrank", keep_layers="0", window=8)
     with pytest.raises(SurgeryError, match="some layers keep their attention; use --carrier own"):
         converted(checkpoints("llama"), tmp_path / "out", "mla", keep_layers="0", carrier="stock")

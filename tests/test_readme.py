@@ -24,7 +24,16 @@ from surgery.heads.pattern import HeadPattern
 ROOT = Path(__file__).resolve().parent.parent
 
 
-REPORTS = ["smollm2", "smollm2/rows", "smollm2/rows-8k", "smollm2/rows-recall", "smollm2/healing", "smollm2/structures", "testbed", "testbed/heads-128"]
+REPORTS = [
+    "smollm2",
+    "smollm2/rows",
+    "smollm2/rows-8k",
+    "smollm2/rows-recall",
+    "smollm2/healing",
+    "smollm2/structures",
+    "testbed",
+    "testbed/heads-128",
+]
 
 
 def table_of_the_report(name: str, output: tuple[str, ...]) -> dict[str, list[str]]:

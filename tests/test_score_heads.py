@@ -247,7 +247,7 @@ def test_a_journal_of_another_text_is_not_used(source, tmp_path, stopping):
         scored(source, tmp_path / "a.safetensors", text=str(text))
     text.write_text(HELD_OUT.read_text()[40_000:])
     calls = stopping()
-    with pytest.raises(SurgeryError, match="unfinished work of another model, data or settings"):
+    with pytest.raises(SurgeryError, match="unfinished work with another model, data or settings"):
         scored(source, tmp_path / "a.safetensors", text=str(text))
     again = score_heads(source, tmp_path / "a.safetensors", quick(text=str(text)), restart=True).pattern
     assert len(calls) == PASSES
@@ -317,7 +317,7 @@ NONE = {"calibration": "none"}
 OTHERS = {
     "stock MLA": (ConvertSettings(**NONE), "heads of MLA share one latent"),
     "own MLA": (ConvertSettings(carrier="own", **NONE), "score its source"),
-    "hybrid": (HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE), "some of its heads stream already"),
+    "hybrid": (HybridSettings(streaming=1.0, sinks=4, recent=16, **NONE), "some heads stream already"),
 }
 
 
@@ -346,7 +346,7 @@ def test_lengths():
     assert sequence_length(settings, {"max_position_embeddings": 1024}) == 3 * (64 + 256)
     assert sequence_length(settings, {"max_position_embeddings": 512}) == 512
     assert sequence_length(quick(length=21), {}) == 21
-    with pytest.raises(SurgeryError, match="no head would miss anything"):
+    with pytest.raises(SurgeryError, match="no head would miss a token"):
         sequence_length(quick(length=20), {})
 
 
@@ -385,12 +385,12 @@ BAD = {
     "no tokenizer": (["{folder}/mute"], "cannot load it"),
     "unknown method": (["{source}", "--method", "magic"], "'magic' is unknown: choose duo"),
     "unknown setting": (["{source}", "--config", "{folder}/bad.yaml"], "did you mean sinks?"),
-    "short": (["{source}", "--length", "20"], "no head would miss anything"),
-    "long": (["{source}", "--length", "300"], "--length 300: the model takes 256 tokens"),
+    "short": (["{source}", "--length", "20"], "no head would miss a token"),
+    "long": (["{source}", "--length", "300"], "--length 300: the model supports at most 256 tokens"),
     "missing text": (["{source}", "--text", "{folder}/absent.txt"], "absent.txt"),
     "folder as output": (["{source}", "--out", "{folder}/mute"], "mute.safetensors"),
     "existing output": (["{source}", "--out", "{folder}/there.safetensors"], "exists; choose another --out"),
-    "no such device": (["{source}", "--device", "abacus"], "--device abacus: cannot be used here"),
+    "no such device": (["{source}", "--device", "abacus"], "--device abacus: not available"),
     "no seeds": (["{source}", "--seeds", "0"], "seeds must be at least 1"),
 }
 

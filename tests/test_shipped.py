@@ -78,7 +78,7 @@ def test_run_and_config_take_names(checkpoints, tmp_path, monkeypatch, capsys):
     assert code == 1 and "did you mean testbed-mla?" in err
 
     code, _, err = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), "--config", "mla-everywhere")
-    assert code == 1 and "would not be fewer than the source's" in err  # 512 + 64 are its numbers
+    assert code == 1 and "are not fewer than the source's" in err  # 512 + 64 are its numbers
     code, _, err = run_main(monkeypatch, capsys, "heads", checkpoints("llama"), "--config", "head")
     assert code == 1 and "head: no such file" in err and "did you mean heads?" in err
 

@@ -321,7 +321,7 @@ def test_weights_alone(checkpoints, tmp_path):
     result = convert_checkpoint(whole.path, None, SliceSettings(kv_ratio=0.4, calibration="none"))
     assert result.path == (tmp_path / "whole-sliced").resolve()
     assert result.report.target["kv_lora_ranks"] == [7, 6]
-    with pytest.raises(SurgeryError, match="did not measure latents by that"):
+    with pytest.raises(SurgeryError, match="needs latents measured by the loss"):
         convert_checkpoint(whole.path, tmp_path / "out", SliceSettings(kv_ratio=0.4, allocate="spectrum"))
 
 
@@ -347,11 +347,11 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
         (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
         (in_groups, 0.25, "quantized; slice its source"),
         (plain, 0.25, "the family's own attention"),
-        (loss_increase, 0.25, "which surgery slice needs"),
-        (old, 0.25, "does not say what its latents are worth"),
+        (loss_increase, 0.25, "which surgery slice requires"),
+        (old, 0.25, "has no energies of the latents"),
         (real, 0.4, "have a norm over all of them"),
-        (joint, 0.5, "is no less"),
-        (joint, 0.9, "is no less"),
+        (joint, 0.5, "must be less"),
+        (joint, 0.9, "must be less"),
         (joint, 0.01, "too small"),
         (constant, 0.2, "too small"),
     ):

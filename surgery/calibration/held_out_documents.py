@@ -76,14 +76,14 @@ def load_documents(
         else:
             loaded = _read(name, text_field, characters)
         if not loaded:
-            raise SurgeryError(f"{name}: no text in it")
+            raise SurgeryError(f"{name}: contains no text; choose another text")
         documents += loaded
     return documents
 
 
 def _builtin() -> list[Document]:
     if not HELD_OUT.exists():
-        raise SurgeryError(f"{HELD_OUT}: missing from this installation; name a text with --data")
+        raise SurgeryError(f"{HELD_OUT}: missing from this installation; pass a text with --data")
     return [Document(HELD_OUT.read_text(encoding="utf-8"), HELD_OUT_SECTIONS)]
 
 

@@ -95,7 +95,7 @@ def gather(
             facts = _facts(opened, tokens, settings, gradients, lags_of, first)
             caches.append(KeptStatistics(settings.keep_statistics, facts))
         if processes.from_main(lambda: all(each.read_into(library) for each in caches)):
-            progress.note(f"statistics: those kept in {settings.keep_statistics}")
+            progress.note(f"statistics: loaded from {settings.keep_statistics}")
             store.fill_on_load(forward)
             return
     final = None if snapshots.has_state("backward") else forward(snapshots, processes)

@@ -71,7 +71,7 @@ def shares_of(calibration: str, tokenizer: PreTrainedTokenizerBase) -> dict[str,
         return None
     if CHAT in shares and not chats:
         raise SurgeryError(
-            f"calibration {calibration}: the tokenizer has no chat template; leave {CHAT} out", setting="calibration"
+            f"calibration {calibration}: the tokenizer has no chat template; omit {CHAT}", setting="calibration"
         )
     return shares
 
@@ -83,10 +83,15 @@ def _parsed(calibration: str) -> dict[str, float]:
         try:
             shares[name] = float(value)
         except ValueError:
-            raise SurgeryError(f"calibration {calibration}: {value} is no share", setting="calibration") from None
+            raise SurgeryError(
+                f"calibration {calibration}: {value!r} is not a number; write shares like prose=0.5,code=0.5",
+                setting="calibration",
+            ) from None
     shares = {name: share for name, share in shares.items() if share > 0}
     if not shares:
-        raise SurgeryError(f"calibration {calibration}: no share is above 0", setting="calibration")
+        raise SurgeryError(
+            f"calibration {calibration}: all shares are 0; at least one must be above 0", setting="calibration"
+        )
     return {name: share / sum(shares.values()) for name, share in shares.items()}
 
 
@@ -205,8 +210,8 @@ def named_text(
     for pool in (calibration, other):
         if lacks(pool):
             raise SurgeryError(
-                f"too little {name} for {count} sequences of {length} tokens: ask for fewer or shorter ones, or give "
-                "text of your own"
+                f"not enough {name} text for {count} sequences of {length} tokens; reduce --calibration-tokens or "
+                "--calibration-length, or use your own text"
             )
     bos = tokenizer.bos_token_id if bos == "tokenizer" else bos
     windows = Windows(length, recall, bos, tokenizer, random.Random(seed), wording)

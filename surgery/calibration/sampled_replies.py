@@ -83,5 +83,7 @@ def _draw(logits: Tensor, generator: torch.Generator) -> LongTensor:
     """Sample a token [B, 1] from each row of logits [B, vocabulary]."""
     probabilities = torch.softmax(logits.float().cpu(), dim=-1)
     if not probabilities.isfinite().all():
-        raise SurgeryError("the model's logits are not finite: nothing can be sampled from it")
+        raise SurgeryError(
+            "the logits of the model contain NaN or infinity, so no replies can be sampled; try --dtype float32"
+        )
     return torch.multinomial(probabilities, 1, generator=generator)

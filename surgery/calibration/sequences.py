@@ -58,13 +58,13 @@ class SequenceRequest:
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.length < 2:
             raise SurgeryError(
-                f"{self.tokens} calibration tokens in sequences of {self.length}: ask for at least one token, "
-                "in sequences of at least two"
+                f"{self.tokens} calibration tokens in sequences of {self.length}: at least one token in sequences of "
+                "at least two is required"
             )
         if not 0 <= self.recall <= 1:
-            raise SurgeryError(f"share of sequences with planted recalls {self.recall}: it must lie between 0 and 1")
+            raise SurgeryError(f"recall {self.recall}: the share of sequences with planted recalls must be from 0 to 1")
         if self.held_out < 0:
-            raise SurgeryError(f"{self.held_out} held-out sequences: 0 or more are possible")
+            raise SurgeryError(f"held_out must be at least 0, not {self.held_out}")
 
     @classmethod
     def of(cls, settings: ConversionSettings, max_positions: int) -> SequenceRequest:
@@ -216,8 +216,8 @@ def _check_pools(calibration: Pool, other: Pool, source: str) -> None:
         if lacks(pool):
             least = -(-pool.target // SPREAD)
             raise SurgeryError(
-                f"{source} has too little text: {len(pool.ids)} tokens, in {pool.documents} documents, for {use} that "
-                f"need {least}; give more text or ask for fewer or shorter sequences"
+                f"{source} has too little text: {len(pool.ids)} tokens, in {pool.documents} documents; {use} needs "
+                f"{least} tokens. Use more text, or fewer or shorter sequences"
             )
 
 

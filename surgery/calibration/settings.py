@@ -29,31 +29,35 @@ class ConversionSettings(FileSettings):
     )
     calibration: str = setting(
         "builtin",
-        "Text to calibrate on: builtin, or shares, as prose=0.5,code=0.3,chat=0.2; none uses the weights alone.",
-        more="builtin: see docs/calibration.md. Or a .txt, .jsonl or .parquet file, or the name of a dataset. Where "
-        "nothing is calibrated, text serves to measure the loss only.",
+        "Calibration text: builtin, or shares such as prose=0.5,code=0.3,chat=0.2; none uses the weights alone.",
+        more="builtin: see docs/calibration.md. Or a .txt, .jsonl or .parquet file, or the name of a dataset. Methods "
+        "without calibration only measure the loss on it.",
         section="Inputs",
         metavar="FILE|DATASET|NAME",
         old=("--text", "--data"),
     )
-    calibration_tokens: int = setting(24_576, "Tokens to calibrate on.", least=1)
-    calibration_length: int = setting(1_024, "Tokens in a sequence.", least=1, advanced=True)
+    calibration_tokens: int = setting(24_576, "Number of calibration tokens.", least=1)
+    calibration_length: int = setting(1_024, "Tokens per sequence.", least=1, advanced=True)
     text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
     recall: float = setting(
         0.5,
-        "Share of sequences with planted recalls.",
-        more="Facts are planted in them and asked for again, which keeps retrieval alive.",
+        "Share of calibration sequences with planted facts.",
+        more="The facts are asked for later in the sequence, which preserves retrieval.",
         least=0,
         most=1,
         advanced=True,
     )
     held_out: int = setting(
-        8, "Held-out sequences for choices and the report.", more="As many recall prompts.", least=1, advanced=True
+        8,
+        "Held-out sequences for choices and the report.",
+        more="The number of recall prompts is the same.",
+        least=1,
+        advanced=True,
     )
     held_out_text: str | None = setting(
         None,
-        "Where held-out sequences are from.",
-        unset="other documents than the calibration's",
+        "Text of the held-out sequences.",
+        unset="other documents of the calibration text",
         metavar="FILE|DATASET",
         advanced=True,
     )
@@ -65,31 +69,34 @@ class ConversionSettings(FileSettings):
         metavar="NAME",
     )
     dtype: Literal["float32", "bfloat16", "float64"] = setting(
-        "float32", "What layers run in while measuring; float32 and fp32 are one.", synonyms=DTYPE_NAMES, advanced=True
+        "float32",
+        "Dtype of the layers during calibration; fp32 and float32 are the same.",
+        synonyms=DTYPE_NAMES,
+        advanced=True,
     )
-    batch_size: int = setting(4, "Sequences at a time.", least=1, advanced=True)
+    batch_size: int = setting(4, "Sequences per batch.", least=1, advanced=True)
     activation_memory: str | None = setting(
         None,
-        "Activations of the calibration text that may be in memory, as 4GiB; those beyond lie on the disk.",
-        more="Results are the same to the last bit.",
+        "Memory limit for calibration activations, such as 4GiB; the rest is kept on disk.",
+        more="Results are bitwise identical.",
         unset="all",
         metavar="SIZE",
         advanced=True,
     )
     weights_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
         None,
-        "Dtype of the written weights; the source is rounded to it as it is read.",
-        more="float16 overflows where bfloat16 does not, in weights and in what models compute.",
+        "Dtype of the written weights; the source is cast to it on reading.",
+        more="Unlike bfloat16, float16 may overflow, in weights and in activations.",
         section="Output",
         unset="the source's",
         synonyms=DTYPE_NAMES,
         advanced=True,
     )
-    max_shard_size: str = setting("5GB", "Largest weight file.", metavar="SIZE", advanced=True)
+    max_shard_size: str = setting("5GB", "Maximum size of a weight file.", metavar="SIZE", advanced=True)
     keep_statistics: str | None = setting(
         None,
-        "Keep what is learnt of the source there, and take it from there if it is of the same source and text.",
-        more="Seed, dtype and batch size have to be the same too.",
+        "Folder to store calibration statistics in, and to reuse them from for the same source and text.",
+        more="Seed, dtype and batch size must match too.",
         section="Inputs",
         metavar="FOLDER",
         advanced=True,
@@ -117,6 +124,6 @@ class ConversionSettings(FileSettings):
             raise SurgeryError(f"calibration {self.calibration} {notice}", setting="calibration")
         if self.held_out_text in ("builtin", NO_CALIBRATION, self.calibration):
             raise SurgeryError(
-                f"held_out_text {self.held_out_text}: name a text that is not the calibration's own",
+                f"held_out_text {self.held_out_text}: use a text other than the calibration text",
                 setting="held_out_text",
             )

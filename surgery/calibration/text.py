@@ -65,11 +65,11 @@ def iter_documents(source: str, *, seed: int = 0, text_field: str = "text") -> I
     """
     path = Path(source).expanduser()
     if not source:
-        raise SurgeryError(f"no text source given: name a file or a dataset, or {BUILTIN!r}")
+        raise SurgeryError(f"no text source; pass a file, a dataset or {BUILTIN!r}")
     if source == BUILTIN:
         documents = _standard_library(seed)
     elif path.is_dir():
-        raise SurgeryError(f"{source} is a folder: name one file in it, or as a dataset folder {source}::train")
+        raise SurgeryError(f"{source} is a folder; pass a file in it, or {source}::train for a dataset folder")
     elif path.exists():
         documents = _file(path, text_field)
     else:
@@ -92,7 +92,7 @@ def standard_library_modules() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = _modules(root)
     if not modules:
-        raise SurgeryError(f"the standard library's source is not at {root}: give a text file instead of {BUILTIN!r}")
+        raise SurgeryError(f"no source of the standard library at {root}; use a text file instead of {BUILTIN!r}")
     return modules
 
 
@@ -120,7 +120,7 @@ def _read_modules(modules: list[Path]) -> Iterator[str]:
 def _file(path: Path, text_field: str) -> Iterator[str]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise SurgeryError(f"cannot read text from {path}: known are {', '.join(READERS)}")
+        raise SurgeryError(f"{path}: unknown file type; choose one of {', '.join(READERS)}")
     return reader(path, text_field)
 
 
@@ -236,7 +236,7 @@ def open_dataset(source: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise SurgeryError(f"{source}: no such file, and for datasets: pip install datasets") from error
+        raise SurgeryError(f"{source}: no such file; to use a dataset of that name: pip install datasets") from error
     is_folder = Path(name).expanduser().is_dir()
     label = f"{name}, {f'config {config}, ' if config else ''}split {split}"
     name, origin = (str(Path(name).expanduser()), "local folder") if is_folder else (name, "Hugging Face Hub")
@@ -254,7 +254,7 @@ def dataset_errors(source: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SurgeryError(f"{source}: no such file, and as a dataset it could not be read: {reason}") from error
+        raise SurgeryError(f"{source}: no such file, and no dataset can be loaded: {reason}") from error
 
 
 def _dataset_parts(source: str) -> tuple[str, str | None, str]:
@@ -269,7 +269,7 @@ def _dataset_parts(source: str) -> tuple[str, str | None, str]:
     on_hub = HUB_NAME.fullmatch(name) and Path(source).suffix.lower() not in READERS
     if parts is None or not (on_hub or Path(name).expanduser().is_dir()):
         raise SurgeryError(
-            f"no such text: looked for {BUILTIN!r} and for a file {source!r}, and no dataset has such a name"
+            f"{source!r}: no such file, and not a valid dataset name; pass a text file, a dataset or {BUILTIN!r}"
         )
     return name, parts["config"] or None, parts["split"] or "train"
 
@@ -278,7 +278,7 @@ def _field(item: Any, text_field: str, where: str) -> str:
     """Return the text of a record; null counts as empty."""
     if not isinstance(item, dict) or text_field not in item:
         has = f"only {', '.join(map(str, item))}" if isinstance(item, dict) else f"but is a {type(item).__name__}"
-        raise SurgeryError(f"{where} has no field {text_field!r}, {has}: name the field that holds the text")
+        raise SurgeryError(f"{where} has no field {text_field!r}, {has}; set text_field")
     text = item[text_field]
     if text is not None and not isinstance(text, str):
         raise SurgeryError(f"{where}: field {text_field!r} is a {type(text).__name__}, not text")

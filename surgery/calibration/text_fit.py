@@ -74,11 +74,15 @@ def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
         loss = f"{measured['loss']:.2f} nats per token (perplexity {perplexity_text(perplexity(measured['loss']))})"
         loss_text = f"the source's loss on the {kind} is {loss}"
         if measured["loss"] > FAR_OFF:
-            lines.append(f"{loss_text}: it was not trained on such text; give --calibration text that it has learned")
+            lines.append(
+                f"{loss_text}: it was not trained on such text; choose --calibration text like its training data"
+            )
         elif measured["loss"] < BY_HEART:
             lines.append(
-                f"{loss_text}: it has memorized this text, which hides damage. Give other text with --calibration"
+                f"{loss_text}: it has memorized this text, which hides degradation; choose another --calibration text"
             )
     if chats:
-        lines.append("the source is a model for conversations and calibrated without: add chat=0.2 to --calibration")
+        lines.append(
+            "the source is a chat model, but the calibration text has no conversations; add chat=0.2 to --calibration"
+        )
     return lines

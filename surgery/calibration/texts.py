@@ -184,7 +184,7 @@ def _too_large_to_load(opened) -> str | None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if weights <= free // 2:
         return None
-    return f"the source's {weights / 2**30:.0f} GiB would take more than half of the free memory; ask for chat=SHARE"
+    return f"the source needs {weights / 2**30:.0f} GiB, more than half of the free memory; pass chat=SHARE to force it"
 
 
 def _conversation_sampler(opened, tokenizer, settings: ConversionSettings, progress: Progress) -> Conversations:

@@ -80,8 +80,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
             if version not in _VERSIONS:
                 raise SurgeryError.at(
                     path,
-                    f"GGUF version {version}, or a big-endian file, is not supported; use a little-endian file of version "
-                    f"{' or '.join(map(str, _VERSIONS))}",
+                    f"GGUF version {version}, or a big-endian file, is not supported; use a little-endian file of "
+                    f"version {' or '.join(map(str, _VERSIONS))}",
                 )
             tensor_count, metadata_count = reader.scalar("Q"), reader.scalar("Q")
             metadata = dict(reader.pair() for _ in range(metadata_count))

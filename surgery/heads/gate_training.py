@@ -137,7 +137,7 @@ def _average(
     flat = torch.cat([*sums, loss.to(sums[0]).flatten()])
     flat = session.processes.mean(flat * (session.processes.count / batch))
     if not flat.isfinite().all():
-        raise SurgeryError(f"{where}: the loss or its gradients are not finite; try dtype float32")
+        raise SurgeryError(f"{where}: loss or gradients contain NaN or infinity; try --dtype float32")
     *means, loss = flat.split([*(part.numel() for part in sums), 1])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad.copy_(mean.view_as(parameter))

@@ -73,7 +73,9 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
     """
     layers = list(model.base_model.layers)
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-        raise SurgeryError(f"{type(model).__name__}: its layers cannot be computed again for gradients of gates")
+        raise SurgeryError(
+            f"{type(model).__name__}: its layers do not support gradient checkpointing, which gate training needs"
+        )
 
     def recompute(function, *inputs):
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -37,7 +37,7 @@ def read_pattern(path: str | Path) -> HeadPattern:
     if path.is_dir():
         files = [path / name for name in (DUO_FILE, PRULONG_FILE) if (path / name).is_file()]
         if not files:
-            raise SurgeryError.at(path, f"holds neither {DUO_FILE} nor {PRULONG_FILE}; name the pattern's file")
+            raise SurgeryError.at(path, f"contains neither {DUO_FILE} nor {PRULONG_FILE}; pass the pattern file")
         path = files[0]
     return _read_table(path) if path.suffix == ".tsv" else HeadPattern.load(path)
 
@@ -51,7 +51,9 @@ def _read_table(path: Path) -> HeadPattern:
         scores = torch.tensor(rows, dtype=torch.float32)
     except ValueError as error:
         reason = " ".join(str(error).split())[:200]
-        raise SurgeryError.at(path, f"not a table of a layer a line and a KV head a column ({reason})") from None
+        raise SurgeryError.at(
+            path, f"must be a table with a row per layer and a column per KV head ({reason})"
+        ) from None
     masks = bool(((scores == 0) | (scores == 1)).all())
     config = path.with_name("config.json")
     settings = read_json_or_empty(config)

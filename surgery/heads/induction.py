@@ -58,7 +58,7 @@ def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
     ordinary = torch.tensor([token for token in range(min(vocabulary, len(session.tokenizer))) if token not in special])
     period = min(RANDOM_TOKENS, (session.settings.length - 1) // REPETITIONS, len(ordinary))
     if period < REPETITIONS:
-        raise SurgeryError(f"{session.settings.length} tokens are too few to repeat some: give a longer --length")
+        raise SurgeryError(f"{session.settings.length} tokens are too few for repeated text; raise --length")
     generator = torch.Generator().manual_seed(session.seed)
     rows = []
     for _ in range(count):

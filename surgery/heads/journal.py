@@ -73,7 +73,7 @@ class Journal:
         if stored["identity"] != self._identity:
             raise SurgeryError.at(
                 path,
-                "holds unfinished work of another model, data or settings; ask for the same to resume it, pass"
+                "contains unfinished work with another model, data or settings; use the same to resume it, pass"
                 " --restart to discard it, or choose another --out",
             )
         if not stored["whole"]:
@@ -128,7 +128,7 @@ class Journal:
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
                 # Writes are atomic, so an interrupted run does not leave this: it may be a user's file.
                 raise SurgeryError.at(
-                    self._path, f"not a journal of a scoring of heads, or damaged ({error}); remove it"
+                    self._path, f"not a journal of surgery heads, or damaged ({error}); remove it"
                 ) from None
 
     def _write(self) -> None:

@@ -48,8 +48,8 @@ def score(session: ScoringSession) -> HeadScores:
     context = max(room // 2, room - CHUNK)
     if context < max(settings.sinks + REMINDER, settings.recent):
         raise SurgeryError(
-            f"sequences of {settings.length} tokens hold {max(context, 0)} to repeat, which {settings.sinks} sinks and "
-            f"{settings.recent} recent tokens nearly cover: give a longer --length"
+            f"sequences of {settings.length} tokens leave {max(context, 0)} to repeat, which {settings.sinks} sinks "
+            f"and {settings.recent} recent tokens nearly cover; raise --length"
         )
     texts = session.text(session.samples(SAMPLES))[:, :context]
     with session.progress.phase("repeating the context", len(texts), "sequence") as advance:

@@ -52,7 +52,7 @@ def needle_sequences(
         SurgeryError: the text is too short, or a sequence has no room for one fact.
     """
     if count < 1:
-        raise SurgeryError(f"{count} sequences with needles: at least 1 is needed")
+        raise SurgeryError(f"samples must be at least 1, not {count}")
     check_longer_than(len(filler), length)
     facts = min(facts, _room_for(tokenizer, length))
     rng = random.Random(seed)
@@ -66,7 +66,7 @@ def _room_for(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
     pair = ("buffer", "88888")
     each = len(tokenize(tokenizer, fact_line(*pair))) + len(tokenize(tokenizer, recall_line(*pair))) + 4
     if each > length // 2:
-        raise SurgeryError(f"sequences of {length} tokens have no room for a planted fact: ask for longer ones")
+        raise SurgeryError(f"sequences of {length} tokens have no room for a planted fact; raise --length")
     return length // 2 // each
 
 

@@ -64,20 +64,18 @@ class HeadPattern:
                 continue
             if tensor.dtype != torch.float32 or list(tensor.shape) != shape or len(shape) != 2 or not tensor.numel():
                 raise SurgeryError(
-                    f"{name} of heads are {tensor.dtype} {list(tensor.shape)}: float32 [layers, KV heads] are needed"
+                    f"{name} must be float32 [layers, KV heads], not {tensor.dtype} {list(tensor.shape)}"
                 )
             if not tensor.isfinite().all():
                 layer, head = (~tensor.isfinite()).nonzero()[0].tolist()
-                raise SurgeryError(
-                    f"{name} of layer {layer}, KV head {head}: {tensor[layer, head]} is no number to rank"
-                )
+                raise SurgeryError(f"{name} of layer {layer}, KV head {head}: {tensor[layer, head]} is not finite")
         for name in ("settings", "facts", "model", "versions", "parts"):
             if not isinstance(getattr(self, name), Mapping):
-                raise SurgeryError(f"{name} of a pattern are {getattr(self, name)!r}, not names with values")
+                raise SurgeryError(f"{name} of a pattern must be a mapping, not {getattr(self, name)!r}")
         for name, least in (("sinks", 0), ("recent", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
-                raise SurgeryError(f"{name} of a pattern: {value!r} is not a whole number of at least {least}")
+                raise SurgeryError(f"{name} of a pattern must be a whole number of at least {least}, not {value!r}")
 
     @property
     def layers(self) -> int:
@@ -112,7 +110,7 @@ class HeadPattern:
             SurgeryError: the share is not between 0 and 1.
         """
         if not 0 <= share <= 1:
-            raise SurgeryError(f"share {share}: a share of heads lies between 0 and 1")
+            raise SurgeryError(f"share of heads must be from 0 to 1, not {share}")
         full = torch.zeros(self.layers, self.kv_heads, dtype=torch.bool)
         for layer, head in self.ranking()[: count_of(share, full.numel())]:
             full[layer, head] = True
@@ -142,7 +140,7 @@ class HeadPattern:
         """
         path = Path(path).expanduser()
         if not path.is_file():
-            raise SurgeryError.at(path, "no such file; name a pattern that `surgery heads` wrote")
+            raise SurgeryError.at(path, "no such file; pass a pattern that `surgery heads` wrote")
         try:
             with disk_errors(path), safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get(KEY, "null"))
@@ -151,16 +149,16 @@ class HeadPattern:
             raise SurgeryError.at(path, f"not a readable pattern ({' '.join(str(error).split())[:200]})") from None
         if not isinstance(header, dict) or "scores" not in tensors:
             raise SurgeryError.at(
-                path, "a safetensors file, but no pattern of heads; name one that `surgery heads` wrote"
+                path, "a safetensors file, but not a head pattern; pass one that `surgery heads` wrote"
             )
         if header.pop("format", None) != FORMAT:
-            raise SurgeryError.at(path, f"a pattern of another form than {FORMAT}; update surgery to read it")
+            raise SurgeryError.at(path, f"unknown pattern format, not {FORMAT}; update surgery to read it")
         parts = {name.removeprefix(PART): tensor for name, tensor in tensors.items() if name.startswith(PART)}
         try:
             header["seeds"] = tuple(header.get("seeds", ()))
             return cls(scores=tensors["scores"], spread=tensors.get("spread"), parts=parts, **header)
         except TypeError as error:
-            raise SurgeryError.at(path, f"damaged header of a pattern ({error}); score the model again") from None
+            raise SurgeryError.at(path, f"damaged pattern header ({error}); score the model again") from None
         except SurgeryError as error:
             raise SurgeryError.at(path, f"{error}") from None
 
@@ -172,7 +170,7 @@ class HeadPattern:
         try:
             return json.dumps(header, ensure_ascii=False, allow_nan=False, sort_keys=True)
         except (TypeError, ValueError) as error:
-            raise SurgeryError(f"the header of a pattern holds something other than plain values ({error})") from None
+            raise SurgeryError(f"the pattern header contains values that JSON cannot hold ({error})") from None
 
 
 def count_of(share: float, heads: int) -> int:

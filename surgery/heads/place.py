@@ -22,7 +22,7 @@ def check_pattern(out: Path, overwrite: bool) -> Path:
         SurgeryError: either file exists and may not be replaced, or the pattern's suffix is not ``.safetensors``.
     """
     if out.suffix != SUFFIX:
-        raise SurgeryError(f"--out {out}: a pattern is a file of that ending, {out.name}{SUFFIX}")
+        raise SurgeryError(f"--out {out}: must end in {SUFFIX}, such as {out.name}{SUFFIX}")
     heat_map = out.with_suffix(".png")
     for path in (out, heat_map):
         check_file(path, overwrite=overwrite)

@@ -35,7 +35,7 @@ class HeadPlan:
 
     def __post_init__(self) -> None:
         if self.full.shape != self.compensated.shape or (self.full & self.compensated).any():
-            raise SurgeryError("a plan's compensated heads are those of its streaming ones")
+            raise SurgeryError("compensated heads of a plan must be streaming heads")
 
     @property
     def streams(self) -> BoolTensor:
@@ -87,8 +87,8 @@ def compile_plan(
     full = torch.zeros(scores.shape, dtype=torch.bool)
     if not affordable(full):
         raise SurgeryError(
-            f"the budget is less than {sinks} sinks and {recent} recent tokens of all heads take: raise --kv-ratio, "
-            "lower --sinks and --window, or count the ratio at a longer --context"
+            f"the budget is less than {sinks} sinks and {recent} recent tokens of all heads: raise --kv-ratio, lower "
+            "--sinks and --window, or raise --context"
         )
     for place in _in_bundles(scores, units, multiple):
         more = full.clone()
@@ -113,7 +113,7 @@ def _in_bundles(scores: Tensor, units: Units, multiple: int) -> list[list[tuple[
     bundles = []
     for layer, layer_units in enumerate(units):
         if any(len(heads) > 1 for heads in layer_units):
-            raise SurgeryError("--heads-multiple: heads that share a latent stream together, leave it out")
+            raise SurgeryError("--heads-multiple: not supported if heads share a latent; drop it")
         if len(layer_units) % multiple:
             raise SurgeryError(
                 f"--heads-multiple {multiple} does not divide the {len(layer_units)} KV heads of layer {layer}"

@@ -170,11 +170,11 @@ def sequence_length(settings: HeadSettings, config: dict) -> int:
     visible = settings.sinks + settings.recent
     length = settings.length or min(limit, max(min(limit // 2, LENGTH), MISSED * visible))
     if length > limit:
-        raise SurgeryError(f"--length {length}: the model takes {limit} tokens")
+        raise SurgeryError(f"--length {length}: the model supports at most {limit} tokens")
     if length <= visible:
         raise SurgeryError(
-            f"sequences of {length} tokens are no longer than {settings.sinks} sinks and {settings.recent} recent "
-            "tokens: no head would miss anything; raise --length or lower --sinks and --window"
+            f"sequences of {length} tokens are not longer than {settings.sinks} sinks and {settings.recent} recent "
+            "tokens, so no head would miss a token; raise --length or lower --sinks and --window"
         )
     return length
 
@@ -190,9 +190,9 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
     config, name = checkpoint.reader.config, checkpoint.source
     entries = layer_entries(config) if config.get("attention_layers") else []
     if config.get("model_type") == "deepseek_v3" or any(isinstance(entry, LatentEntry) for entry in entries):
-        raise SurgeryError(f"{name}: all heads of MLA share one latent, none has a cache of its own; score its source")
+        raise SurgeryError(f"{name}: the heads of MLA share one latent and cannot stream one by one; score its source")
     if any(entry.streams for entry in entries):
-        raise SurgeryError(f"{name}: some of its heads stream already; score its source")
+        raise SurgeryError(f"{name}: some heads stream already; score its source")
     if config.get("kv_cache"):
         raise SurgeryError(f"{name}: its KV cache is quantized; score its source")
     if not config.get("attention_layers") and config.get("model_type") not in FUSED:

@@ -25,19 +25,19 @@ class HeadSettings(FileSettings):
 
     method: Method = setting(
         "duo",
-        "How heads are scored: duo and prulong train gates; the others look at attention and are done in a minute.",
+        "Scoring method: duo and prulong train gates; the others measure attention and take about a minute.",
         plugins="scorers",
         section="Method",
         metavar="NAME",
     )
     sinks: int = setting(64, "First tokens that a streaming head sees.", least=0, section="Streaming heads")
-    recent: int = setting(256, "Last tokens that it sees, its own included.", least=1, flag="window")
+    recent: int = setting(256, "Recent tokens that it sees, including the query's own.", least=1, flag="window")
     target: float = setting(
-        0.25, "Share of heads to stay full.", least=0, most=1, section="Training of gates (duo, prulong)"
+        0.25, "Share of heads that stay full.", least=0, most=1, section="Training of gates (duo, prulong)"
     )
     steps: int | None = setting(
         None,
-        "Sequences that each process trains on.",
+        "Training steps, one sequence per process.",
         least=1,
         unset=f"duo {DUO_STEPS}, prulong {STEPS}",
         advanced=True,
@@ -47,14 +47,14 @@ class HeadSettings(FileSettings):
     )
     penalty: float = setting(
         0.05,
-        "First weight of the gates in the loss (duo).",
-        more="Training moves it until the target is met.",
+        "Initial weight of the gates in the loss (duo).",
+        more="Training adapts it until the target is met.",
         above=0,
         advanced=True,
     )
     text: str = setting(
         "builtin",
-        "Text to score on, and what needles stand in.",
+        "Text to score on, in which needles are planted.",
         more="builtin is the standard library's source; or prose, code or docstrings as in other commands, a .txt, "
         ".jsonl or .parquet file, or the name of a dataset.",
         section="Inputs",
@@ -62,28 +62,28 @@ class HeadSettings(FileSettings):
         old=("--calibration", "--data"),
     )
     text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
-    recall: float = setting(
-        0.0, "Share of the text's sequences that carry planted facts with questions.", least=0, most=1, advanced=True
-    )
+    recall: float = setting(0.0, "Share of sequences with planted facts and questions.", least=0, most=1, advanced=True)
     length: int | None = setting(
-        None, "Tokens of a sequence.", least=1, unset="4096, or half of the model's limit if that is less"
+        None, "Tokens per sequence.", least=1, unset="4096, or half of the model's limit if that is less"
     )
     samples: int | None = setting(
-        None, "Sequences, of methods without training.", least=1, unset="the method's own number"
+        None, "Number of sequences for methods without training.", least=1, unset="the method's own number"
     )
-    facts: int = setting(10, "Facts planted in a sequence with needles.", least=1, advanced=True)
-    seeds: int = setting(1, "Score so often, on other data, and keep mean and spread.", least=1, advanced=True)
-    seed: int = setting(0, "The first of these seeds.", advanced=True)
+    facts: int = setting(10, "Planted facts per sequence with needles.", least=1, advanced=True)
+    seeds: int = setting(
+        1, "Number of scorings with other data, whose mean and spread are stored.", least=1, advanced=True
+    )
+    seed: int = setting(0, "First seed.", advanced=True)
     offload: bool = setting(
-        False, "Keep layers in CPU memory, bring each to the device for its turn.", section="Machine", advanced=True
+        False, "Keep layers in CPU memory and move each to the device when it runs.", section="Machine", advanced=True
     )
     device: str = setting(
         "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
         "auto",
-        "What the model runs in: auto is bfloat16, float32 on a CPU; float32 and fp32 are one.",
-        more="Gates and scores are float32 always.",
+        "Dtype of the model: auto is bfloat16, or float32 on a CPU; fp32 and float32 are the same.",
+        more="Gates and scores are always float32.",
         synonyms=DTYPE_NAMES,
         advanced=True,
     )

@@ -120,10 +120,10 @@ def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTens
     try:
         attentions = [layer.self_attn for layer in model.base_model.layers]
         if None in attentions:  # Mamba layers of Granite 4
-            raise ValueError("not every layer attends")
+            raise ValueError("some layers have no attention")
         model.set_attn_implementation(NAME)
     except (ValueError, AttributeError) as error:
-        raise SurgeryError(f"{type(model).__name__} takes no attention function of ours ({error})") from None
+        raise SurgeryError(f"{type(model).__name__} does not support custom attention functions ({error})") from None
     # transformers 5.19 updates a nested model with another config class only once.
     model.base_model.config._attn_implementation = NAME
     for attention in attentions:

@@ -64,14 +64,14 @@ class ChatTemplate:
         }
         reply = self._answer(request)
         if "error" in reply:
-            raise SurgeryError(f"{self._name} refuses the conversation: {reply['error']}")
+            raise SurgeryError(f"{self._name} rejects the conversation: {reply['error']}")
         if "limit" in reply:
             limit = {
                 "time": f"{SECONDS} s",
                 "memory": f"{MEMORY / 2**30:g} GiB of memory",
                 "output": f"{LONGEST:,} characters",
             }[reply["limit"]]
-            raise SurgeryError(f"{self._name} takes more than {limit} for one conversation; use another template")
+            raise SurgeryError(f"{self._name} exceeds the limit of {limit} for one conversation; use another template")
         return reply["text"]
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class ChatTemplate:
             timer.cancel()
             if not greeting:
                 self._stop()
-                raise SurgeryError(f"{self._name}: the process that renders it did not start; free memory and retry")
+                raise SurgeryError(f"{self._name}: its rendering process did not start; free some memory and try again")
         return self._process
 
     def _stop(self) -> None:

@@ -53,7 +53,7 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
     try:
         layers = _stock_layers(config)
     except LOADING as error:
-        raise SurgeryError(f"config.json of {config['model_type']} gives no KV bytes: {error!r}") from None
+        raise SurgeryError(f"config.json of {config['model_type']}: cannot compute KV bytes ({error!r})") from None
 
     def bytes_at(tokens: int, batch: int = 1, prompt: int | None = None) -> int:
         return sum(CachedLayer(layer, batch, 1, width, 0, dtype).held(tokens) for layer, width in layers)

@@ -81,21 +81,22 @@ class LayerStream:
         unchanged = unchanged_length(self.config)
         if unchanged is not None and tokens.shape[1] > unchanged:
             raise SurgeryError(
-                f"texts of {tokens.shape[1]:,} tokens: RoPE longrope has other frequencies over {unchanged:,}, which "
-                f"is not simulated; take shorter texts (--calibration-length {unchanged})"
+                f"{tokens.shape[1]:,} tokens: longrope changes its frequencies beyond {unchanged:,} tokens, which is "
+                f"not simulated; use shorter sequences (--calibration-length {unchanged})"
             )
         first_scaled = self.family.first_scaled(self.config)
         if first_scaled is not None and tokens.shape[1] > first_scaled:
             raise SurgeryError(
-                f"texts of {tokens.shape[1]:,} tokens: {self.family.model_type} attends otherwise from token "
-                f"{first_scaled:,} on, which is not simulated; take shorter texts (--calibration-length {first_scaled})"
+                f"{tokens.shape[1]:,} tokens: {self.family.model_type} changes its attention from token "
+                f"{first_scaled:,} on, which is not simulated; use shorter sequences (--calibration-length "
+                f"{first_scaled})"
             )
         ids, inverse = tokens.unique(return_inverse=True)
         rows = self.reader.rows("model.embed_tokens.weight", ids)
         scale = self.family.embedding_scale(self.config)
         rows = rows.to(self.device, self.dtype) if scale == 1.0 else rows.to(self.device, self.dtype) * scale
         embedded = rows[inverse.to(self.device)]
-        check_hidden(rows, self.reader, "embeddings of tokens")
+        check_hidden(rows, self.reader, "token embeddings")
         if POSITIONS not in self.reader:
             return embedded
         return embedded + self.reader.rows(POSITIONS, torch.arange(tokens.shape[1])).to(embedded)
@@ -151,7 +152,7 @@ class LayerStream:
             prefix, place = LAYER_PREFIX.format(layer=index), LAYER_PREFIX.format(layer=index - start)
             tensors = self.reader.tensors(prefix)
             if not tensors:
-                raise SurgeryError.at(self.reader.path, f"no tensors of layer {index}")
+                raise SurgeryError.at(self.reader.path, f"layer {index} has no tensors; download the checkpoint again")
             state |= {place + name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         hidden = self.config.hidden_size
         state["model.embed_tokens.weight"] = torch.zeros(1, hidden)
@@ -394,7 +395,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with loading("a layer by its config.json"), without_initial_values():
+        with loading("a layer of this config.json"), without_initial_values():
             causal, info = causal_class(config).from_pretrained(
                 None,
                 config=config,
@@ -409,8 +410,8 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     problems = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if problems:
         listing = "; ".join(f"{kind.replace('_', ' ')} {', '.join(names)}" for kind, names in problems.items())
-        why = "a family whose layers have more around the attention than Llama's needs Family.beside"
-        raise SurgeryError(f"a layer does not load into {type(causal).__name__}: {listing}; {why}")
+        why = "override Family.beside for layers with more modules than Llama's"
+        raise SurgeryError(f"a layer cannot be loaded into {type(causal).__name__}: {listing}; {why}")
     causal.model.norm = nn.Identity()
     return causal.eval().requires_grad_(False)
 

@@ -49,8 +49,8 @@ def tokenizer_of(reader: CheckpointReader, **options: Any) -> PreTrainedTokenize
         SurgeryError: transformers cannot load a tokenizer, or files were modified since they were opened.
     """
     if reader.source.is_file() and not (reader.path / "tokenizer_config.json").is_file():  # a GGUF file
-        remedy = options.get("remedy") or "give the model's Hugging Face files"
-        raise SurgeryError.at(reader.source, f"has no tokenizer in it; {remedy}")
+        remedy = options.get("remedy") or "use the Hugging Face checkpoint instead"
+        raise SurgeryError.at(reader.source, f"contains no tokenizer; {remedy}")
     try:
         return load_tokenizer(reader.path, **{"called": str(reader.source), **options})
     finally:

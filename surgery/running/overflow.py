@@ -47,11 +47,11 @@ def overflow(reader: CheckpointReader, what: str) -> SurgeryError:
             if not piece.is_floating_point() or not piece.numel():
                 continue
             if not all_finite(piece):
-                return SurgeryError(f"{reader.source}: {name} holds NaN or infinity; download the checkpoint again")
+                return SurgeryError(f"{reader.source}: {name} contains NaN or infinity; download the checkpoint again")
             extreme = float(torch.stack(piece.float().aminmax()).abs().max())
             if extreme > largest:
                 largest, culprit = extreme, name
     return SurgeryError(
-        f"{reader.source}: {what} overflow, and its largest weight is {largest:.1e}, in {culprit}; "
+        f"{reader.source}: {what} overflow; the largest weight, {largest:.1e}, is in {culprit}: "
         "check that tensor, or download the checkpoint again"
     )

@@ -172,7 +172,7 @@ class Processes:
             yield
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
-            raise ProcessLost(f"one of {self.count} processes has ended before its work was done ({reason})") from error
+            raise ProcessLost(f"one of {self.count} processes ended before its work was finished ({reason})") from error
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Average `tensor` over all processes, bitwise equal on each.
@@ -221,7 +221,7 @@ def check_launch() -> None:
     size = os.environ["WORLD_SIZE"]
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise SurgeryError(
-            f"WORLD_SIZE={size} says that a launcher started {size} processes, but {', '.join(missing)} is not set; "
+            f"WORLD_SIZE={size} is set by a launcher of {size} processes, but {', '.join(missing)} is not set; "
             "start them with accelerate launch or torchrun, or unset WORLD_SIZE"
         )
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -240,8 +240,8 @@ def check_launch() -> None:
             reason = error
         if is_first or time.monotonic() > deadline:
             raise SurgeryError(
-                f"MASTER_ADDR={address}, MASTER_PORT={port}: the first process does not answer there ({reason}); set "
-                "them to where the process of RANK=0 runs, and open that port"
+                f"MASTER_ADDR={address}, MASTER_PORT={port}: the process of RANK=0 does not answer ({reason}); set "
+                "them to its host and port, and open that port"
             )
         time.sleep(0.2)
 

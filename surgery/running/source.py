@@ -88,15 +88,19 @@ class Source(Opened):
         family = family or family_of(reader.config)
         config = config or load_config(reader.path)
         if missing := [name for name in SIZES if hasattr(config, name) and reader.config.get(name) is None]:
-            raise SurgeryError(f"{reader.path}/config.json: does not say {missing[0]}, which is not to be guessed")
+            raise SurgeryError(f"{reader.path}/config.json: {missing[0]} is missing; add it, as it has no default")
         check_layers(config)
         for layer in range(config.num_hidden_layers):
             if not family.attention_names(reader, layer) and not keeps_state(config, layer):
-                raise SurgeryError.at(reader.path, f"layer {layer} has linear attention, config.json says otherwise")
+                raise SurgeryError.at(
+                    reader.path, f"the weights of layer {layer} are of linear attention, but config.json has attention"
+                )
         if all(family.stays(config, layer) for layer in range(config.num_hidden_layers)):
-            raise SurgeryError.at(reader.path, "all layers rotate and attend in chunks, there is none to convert")
+            raise SurgeryError.at(
+                reader.path, "all layers use chunked attention with RoPE, so there is none to convert"
+            )
         if all(keeps_state(config, layer) for layer in range(config.num_hidden_layers)):
-            raise SurgeryError.at(reader.path, "all layers keep a state, there are no keys and values to convert")
+            raise SurgeryError.at(reader.path, "all layers have a recurrent state, so there is no KV cache to convert")
         stream = LayerStream(
             reader,
             config,
@@ -114,7 +118,9 @@ class Source(Opened):
         """
         anatomy = self.family.anatomy(self.reader, self.config, layer)
         if name := anatomy.damaged():
-            raise SurgeryError.at(self.reader.path, f"NaN or infinity in {name} of layer {layer}")
+            raise SurgeryError.at(
+                self.reader.path, f"{name} of layer {layer} contains NaN or infinity; download it again"
+            )
         return anatomy
 
     @property
@@ -222,8 +228,8 @@ def checked_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:120]
-        what_else = "without --device it takes what there is"
-        message = f"--device {name}: cannot be used here ({reason}); {what_else}"
+        what_else = "omit --device for the default"
+        message = f"--device {name}: not available ({reason}); {what_else}"
         raise SurgeryError(message, setting="device") from None
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LAYER = re.compile(r"^(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d{1,9})\.")
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
 """Causal-mask buffers in early checkpoints of GPT-2 and GPT-NeoX."""
-WHOLE = "give the config.json that belongs to these weights"
+WHOLE = "use the config.json of these weights"
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ def check_stored(reader: CheckpointReader, text: Any) -> None:
         dtype = reader.info(name).dtype
         if name.endswith((".weight", ".bias")) and _is_packed(dtype) and not BUFFERS.search(name):
             raise SurgeryError(
-                f"{reader.source}: {name} is stored in {str(dtype).removeprefix('torch.')}, and config.json says "
-                "nothing of a quantization; give the checkpoint before it was quantized"
+                f"{reader.source}: {name} is stored in {str(dtype).removeprefix('torch.')}, but config.json has no "
+                "quantization_config; use the checkpoint before quantization"
             )
     layers = getattr(text, "num_hidden_layers", None)
     if type(layers) is int and layers > len(reader.names()):
-        raise SurgeryError(f"{_config(reader)}: num_hidden_layers is {layers:,}, and there are fewer tensors; {WHOLE}")
+        raise SurgeryError(f"{_config(reader)}: num_hidden_layers is {layers:,}, but there are fewer tensors; {WHOLE}")
 
 
 def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) -> None:
@@ -76,8 +76,8 @@ def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) ->
     for name in architectures:
         if isinstance(name, str) and name.isidentifier() and isinstance(getattr(transformers, name, None), type):
             raise SurgeryError(
-                f"{_config(reader)}: architectures names {name}, and model_type {reader.config['model_type']!r} is "
-                f"{model_class.__name__}; correct the wrong one, or give a causal language model"
+                f"{_config(reader)}: architectures is {name}, but model_type {reader.config['model_type']!r} is "
+                f"{model_class.__name__}; correct the wrong one, or use a causal language model"
             )
 
 
@@ -105,8 +105,8 @@ def _prefix(reader: CheckpointReader, text: Any, comparison: Comparison) -> str 
     names = reader.names()
     if "embed_tokens.weight" in names:
         return (
-            f"{reader.source}: its tensors have no prefix 'model.', as a model saved without its head; load it with "
-            f"{comparison.class_name}.from_pretrained and save_pretrained it"
+            f"{reader.source}: tensor names lack the prefix 'model.', as of a model saved without its head; load it "
+            f"with {comparison.class_name}.from_pretrained, then call save_pretrained"
         )
     missing = set(comparison.missing)
     for name in names if missing else ():
@@ -117,8 +117,8 @@ def _prefix(reader: CheckpointReader, text: Any, comparison: Comparison) -> str 
             wrapper = "_orig_mod"
         if wrapper is not None:
             return (
-                f"{reader.source}: its tensors are named {name}, with {wrapper!r} of a trainer's wrapper; save the "
-                "model that was wrapped, or take that out of the names"
+                f"{reader.source}: tensor {name} has the prefix {wrapper!r} of a training wrapper; save the unwrapped "
+                "model, or remove the prefix"
             )
     return None
 
@@ -126,7 +126,7 @@ def _prefix(reader: CheckpointReader, text: Any, comparison: Comparison) -> str 
 def _sharded(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
     """Report empty tensors, as saved under ZeRO-3."""
     empty = next((name for name, stored, _ in comparison.mismatched if 0 in stored), None)
-    return empty and f"{reader.source}: {empty} is empty, as ZeRO-3 leaves it; gather the weights (zero_to_fp32.py)"
+    return empty and f"{reader.source}: {empty} is empty, as saved under ZeRO-3; gather the weights (zero_to_fp32.py)"
 
 
 def _layers(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
@@ -141,7 +141,7 @@ def _layers(reader: CheckpointReader, text: Any, comparison: Comparison) -> str 
         count = min(absent)
     else:
         return None
-    return f"{_config(reader)}: num_hidden_layers is {layers}, and the weights have {count}; {WHOLE}"
+    return f"{_config(reader)}: num_hidden_layers is {layers}, but the weights have {count} layers; {WHOLE}"
 
 
 def _vocabulary(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
@@ -156,7 +156,7 @@ def _vocabulary(reader: CheckpointReader, text: Any, comparison: Comparison) -> 
     if len(rows) != 1 or one_fits:
         return None
     return (
-        f"{_config(reader)}: vocab_size is {size:,}, and the embedding has {min(rows):,} rows; set vocab_size to "
+        f"{_config(reader)}: vocab_size is {size:,}, but the embedding has {min(rows):,} rows; set vocab_size to "
         f"{min(rows)} if the vocabulary was resized"
     )
 
@@ -164,10 +164,12 @@ def _vocabulary(reader: CheckpointReader, text: Any, comparison: Comparison) -> 
 def _shape(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
     """Report any other mismatched shape."""
     if comparison.unfit:
-        return f"{reader.source}: parts of {comparison.unfit[0]} do not fit together; download the checkpoint again"
+        return (
+            f"{reader.source}: shapes of the parts of {comparison.unfit[0]} do not match; download the checkpoint again"
+        )
     for name, stored, shape in comparison.mismatched:
         return (
-            f"{reader.source}: {name} has shape {list(stored)}, and config.json makes it {list(shape)}"
+            f"{reader.source}: {name} has shape {list(stored)}, but config.json requires {list(shape)}"
             f"{_more(len(comparison.mismatched))}; {WHOLE}"
         )
     return None
@@ -178,8 +180,8 @@ def _head(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | 
     if comparison.missing != ("lm_head.weight",):
         return None
     return (
-        f"{reader.source}: no lm_head.weight, and config.json does not say that it is the embedding; set "
-        "tie_word_embeddings to true if it is, or give a checkpoint that has its head"
+        f"{reader.source}: lm_head.weight is missing, and config.json does not tie it to the embedding; set "
+        "tie_word_embeddings to true if they are tied, or use a checkpoint with lm_head.weight"
     )
 
 
@@ -199,7 +201,7 @@ def _unexpected(reader: CheckpointReader, text: Any, comparison: Comparison) -> 
     if not names:
         return None
     return (
-        f"{reader.source}: {names[0]} is a tensor that {comparison.class_name} by its config.json does not have"
+        f"{reader.source}: unexpected tensor {names[0]}: {comparison.class_name} with this config.json has none"
         f"{_more(len(names))}; {WHOLE}"
     )
 

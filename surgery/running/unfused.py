@@ -73,7 +73,7 @@ def language_model(reader: CheckpointReader) -> CheckpointReader:
     whole = load_config(reader.path)
     text = whole.get_text_config(decoder=True).to_dict()
     if not isinstance(text.get("rope_parameters"), dict):
-        raise SurgeryError.at(reader.path, "its language model has no rotary embedding; it is not supported")
+        raise SurgeryError.at(reader.path, "language models without rotary embeddings are not supported")
     config = {
         **text,
         "tie_word_embeddings": bool(whole.tie_word_embeddings),

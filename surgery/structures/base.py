@@ -258,12 +258,12 @@ def _check_multimodal(reader: CheckpointReader, supported: bool) -> None:
     kind = reader.stored_config["model_type"]
     if kind not in HOLD_CUSTOM:
         raise SurgeryError(
-            f"{kind} is a vision-language model, and this target's class holds a language model alone. Convert --to "
+            f"{kind} is a vision-language model, but the class of this target is text-only. Convert --to "
             f"{_targets_with('keeps_class')}, which keeps the source's class"
         )
     if not supported:
         raise SurgeryError(
-            f"{kind} is a vision-language model, which this target cannot write. Convert --to "
+            f"{kind} is a vision-language model, which this target does not support. Convert --to "
             f"{_targets_with('supports_multimodal')}"
         )
 

@@ -88,18 +88,16 @@ def _convert(request: ConversionRequest, processes: Processes, progress: Progres
     structure, out = processes.first_on_main(lambda: open_request(request, progress))
     if stored := structure.opened.reader.dequantised_from:
         dtype = str(structure.opened.weight_dtype).removeprefix("torch.")
-        which = "of attention alone" if asked_to_keep(settings) else "all of them"
-        progress.note(f"{stored} weights become {dtype} in the result, {which}")
+        which = "in attention only" if asked_to_keep(settings) else "in all layers"
+        progress.note(f"{stored} weights are dequantized to {dtype} {which}")
     if left_out := structure.opened.reader.left_out:
-        progress.note(
-            f"left out: {len(left_out)} tensors that the model's class does not read, the first {left_out[0]}"
-        )
+        progress.note(f"skipped: {len(left_out)} tensors that the model class does not load, first {left_out[0]}")
     with ExitStack() as stack:
         stack.enter_context(factorizing_on(structure.opened.stream.device))
         if processes.is_main:
             carried = stack.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
             if carried.left_out:
-                progress.note(f"files that the result does not take over: {', '.join(summary(carried.left_out))}")
+                progress.note(f"files not copied to the output: {', '.join(summary(carried.left_out))}")
         with progress.step(1, STEPS):
             texts = processes.from_main(lambda: load_texts(structure.opened, settings, progress))
         if not processes.is_main:

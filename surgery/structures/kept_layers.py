@@ -15,9 +15,9 @@ def keep_layers() -> Any:
     """Create the setting ``keep_layers``, for targets that can leave layers unchanged."""
     return setting(
         AUTO,
-        "Layers that stay unchanged: numbers, negative ones from the end, or auto or none.",
-        more="auto: those with a sliding window where others have none, whose caches stop growing by themselves. "
-        "Layers of linear attention always stay. A ratio is of the layers that are converted.",
+        "Layers to leave unchanged: indices (negative ones count from the end), auto or none.",
+        more="auto: sliding-window layers of models that also have full attention; their caches do not grow. "
+        "Linear-attention layers are never converted. A ratio refers to the converted layers.",
         metavar="N,N|auto|none",
         section="Budget",
         advanced=True,
@@ -38,13 +38,15 @@ def kept_layers(spec: str, windows: Sequence[int | None], stateful: frozenset[in
         numbers = [int(part) for part in str(spec).split(",")]
     except ValueError:
         raise SurgeryError(
-            f"keep_layers {spec}: give numbers such as 0,1,-1, or {AUTO} or {NONE}", setting="keep_layers"
+            f"keep_layers {spec}: must be layer indices such as 0,1,-1, or {AUTO} or {NONE}", setting="keep_layers"
         ) from None
     if wrong := [number for number in numbers if not -layers <= number < layers]:
         raise SurgeryError(f"keep_layers {wrong[0]}: the model has layers 0 to {layers - 1}", setting="keep_layers")
     unchanged = stateful.union(number % layers for number in numbers)
     if len(unchanged) == layers:
-        raise SurgeryError(f"keep_layers {spec}: these are all layers, none is left to convert", setting="keep_layers")
+        raise SurgeryError(
+            f"keep_layers {spec}: all layers are kept; leave at least one to convert", setting="keep_layers"
+        )
     return unchanged
 
 

@@ -18,7 +18,7 @@ EXCLUDED = {
 }
 """Key of ``quantization_config`` that lists unquantized modules, by ``quant_method``."""
 
-INSTEAD = "leave out --keep-quantised, which dequantizes all weights"
+INSTEAD = "drop --keep-quantised to dequantize all weights"
 
 Parts = dict[str, dict[str, TensorInfo]]
 """Stored tensors of each quantized matrix, by the name of its weight."""
@@ -38,30 +38,32 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
     if not asked_to_keep(settings):
         return
     if settings.weights_dtype is not None:
-        raise SurgeryError(
-            "keep_quantised leaves weights as they are stored: drop --weights-dtype", setting="keep_quantised"
-        )
+        raise SurgeryError("keep_quantised keeps weights as stored; drop --weights-dtype", setting="keep_quantised")
     if reader.dequantised_from is None:
-        raise SurgeryError(f"{reader.source}: keep_quantised is of quantized weights, and these are not")
+        raise SurgeryError(f"{reader.source}: keep_quantised needs quantized weights; drop --keep-quantised")
     matrices = [name for name in reader.names() if reader.stored_parts(name)]
     if not matrices:
-        raise SurgeryError(f"{reader.source}: its weights are read under other names than they are stored: {INSTEAD}")
+        raise SurgeryError(
+            f"{reader.source}: its weights are renamed on loading, so they cannot stay quantized; {INSTEAD}"
+        )
     entry = reader.as_stored.config["quantization_config"]
     if (method := entry["quant_method"]) not in EXCLUDED:
         raise SurgeryError(
-            f"{reader.source}: keep_quantised takes {', '.join(EXCLUDED)}; a part of a {method} checkpoint was not "
-            f"tried in transformers: {INSTEAD}"
+            f"{reader.source}: keep_quantised supports {', '.join(EXCLUDED)}; partly quantized {method} checkpoints "
+            f"are untested in transformers; {INSTEAD}"
         )
     if entry.get("kv_cache_scheme"):
-        raise SurgeryError(f"{reader.source}: has scales of a quantized KV cache, which will be another: {INSTEAD}")
+        raise SurgeryError(
+            f"{reader.source}: has scales for a quantized KV cache, which the conversion replaces; {INSTEAD}"
+        )
     if method == "compressed-tensors" and any(EXPERTS in name for name in matrices):
-        raise SurgeryError(f"{reader.source}: transformers holds all experts as one tensor, not quantized: {INSTEAD}")
+        raise SurgeryError(f"{reader.source}: transformers fuses all experts into one unquantized tensor; {INSTEAD}")
     for name in matrices if method == "fp8" else ():
         sizes = zip(reader.info(name).shape, entry["weight_block_size"], strict=True)
         if ATTENTION not in name and any(size % block for size, block in sizes):
             raise SurgeryError(
-                f"{reader.source}: {name} ends in a part of a block, where transformers takes other scales on a CPU: "
-                f"{INSTEAD}"
+                f"{reader.source}: the shape of {name} is not a multiple of the block size, which transformers "
+                f"misreads on a CPU; {INSTEAD}"
             )
 
 

@@ -25,8 +25,8 @@ def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: s
     if not request.out.exists():
         return False
     if not is_conversion_of(request.out, request.source, request.settings):
-        raise SurgeryError.at(request.out, f"is of another source or other settings; {remedy}")
-    progress.note(f"{request.out}: is there already")
+        raise SurgeryError.at(request.out, f"exists, but from another source or with other settings; {remedy}")
+    progress.note(f"{request.out}: exists already, skipped")
     return True
 
 

@@ -141,9 +141,8 @@ class PackedRows(Structure[Source, Settings]):
         attending = range(opened.layers) if opened.reader.stored_names else self.layers
         if opened.stateful or any(opened.windows[layer] is not None for layer in attending):
             raise SurgeryError(
-                "a cache of packed rows needs full attention in every layer that is converted, in a vision-language "
-                "model in every layer, and some have a sliding window or a state: --to lowrank without --bits takes "
-                "such models",
+                "a cache of packed rows needs full attention in every converted layer (in vision-language models, in "
+                "all layers), but some have a sliding window or a recurrent state; use --to lowrank without --bits",
                 setting="bits",
             )
         first = opened.first
@@ -151,8 +150,8 @@ class PackedRows(Structure[Source, Settings]):
         self.row_budget = ratio * first.kv_width * first.q.dtype.itemsize - self.other_bytes()
         if self.row_budget < self.least_granules * self.granule:
             raise SurgeryError(
-                f"kv_ratio {ratio:g} leaves {max(0, int(self.row_budget))} bytes per token and layer, and a row has "
-                f"{self.least_granules * self.granule} at least: ask for more",
+                f"kv_ratio {ratio:g} leaves {max(0, int(self.row_budget))} bytes per token and layer, but a row needs "
+                f"at least {self.least_granules * self.granule}; raise kv_ratio",
                 setting="kv_ratio",
             )
         self.plans: Plans | None = None
@@ -254,7 +253,7 @@ class PackedRows(Structure[Source, Settings]):
         spectra = self._spectra(work, plans)
         plans = self._allocate(spectra)
         rounds = ROUNDS if work.texts.held_out.texts else 0
-        with work.progress.phase("measure what each layer loses", rounds * self.opened.layers) as advance:
+        with work.progress.phase("measure loss by layer", rounds * self.opened.layers) as advance:
             for number in range(rounds):
                 measured = self._measured(work, plans, advance)
                 for layer in self.layers:
@@ -272,7 +271,7 @@ class PackedRows(Structure[Source, Settings]):
 
     def _spectra(self, work: ConversionContext, plans: Plans) -> dict[int, Spectra]:
         spectra = {}
-        with work.progress.phase("weigh bits", len(self.layers)) as advance:
+        with work.progress.phase("allocate bits", len(self.layers)) as advance:
             for layer in self.layers:
                 spectra[layer] = self.spectra(work, layer, plans[layer])
                 advance()

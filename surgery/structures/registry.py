@@ -63,7 +63,7 @@ class Target:
         values = {name: value for name, value in values.items() if value is not None}
         for name, value in self.fixed.items():
             if values.get(name, value) != value:
-                raise SurgeryError(f"{name} {values[name]} contradicts --to {self.name}, which means {value}")
+                raise SurgeryError(f"{name} {values[name]} conflicts with --to {self.name}, which sets {value}")
         read = read_mapping(config) if config else {}
         where = str(config) if any(name not in values for name in read) else f"--to {self.name}"
         for name in {**read, **values}:

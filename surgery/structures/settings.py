@@ -20,8 +20,8 @@ def keep_quantised() -> Any:
     """Create the setting ``keep_quantised``."""
     return setting(
         False,
-        "Leave quantized weights outside of attention as they are stored.",
-        more="Of compressed-tensors, bitsandbytes and fp8 by blocks; otherwise all are dequantized.",
+        "Keep weights outside of attention quantized, as stored.",
+        more="For compressed-tensors, bitsandbytes and block-wise fp8; by default all weights are dequantized.",
         section="Output",
         advanced=True,
     )
@@ -31,10 +31,10 @@ def first_tokens_setting(elsewhere: str = "") -> Any:
     """Create the setting of full-precision first tokens; ``elsewhere`` names other caches that have them."""
     return setting(
         None,
-        f"First tokens that stay in full precision in a quantized cache{elsewhere}.",
+        f"Number of first tokens kept in full precision in a quantized cache{elsewhere}.",
         least=0,
         section="Bits",
-        unset="4 where bits are auto, else 0",
+        unset="4 with bits auto, else 0",
         advanced=True,
     )
 
@@ -52,8 +52,8 @@ class RowSettings(StructureSettings):
 
     bits: Literal["auto"] | None = setting(
         None,
-        "auto gives each cached value the bits that it is worth, in a row of fixed bytes a token; the ratio then "
-        "counts bytes.",
+        "auto allocates bits to each cached channel by its effect on the loss; every token has the same bytes, which "
+        "the ratio counts.",
         section="Bits",
         unset="those of the weights",
     )
@@ -72,9 +72,7 @@ class RowSettings(StructureSettings):
 def check_spectrum(settings: StructureSettings) -> None:
     """Raise SurgeryError if ranks are allocated by spectrum without the loss metric that makes layers comparable."""
     if settings.allocate == "spectrum" and (settings.method != "fisher" or settings.calibration == NO_CALIBRATION):
-        raise SurgeryError(
-            "allocate spectrum compares layers by the loss: it needs method fisher and text", setting="allocate"
-        )
+        raise SurgeryError("allocate spectrum requires method fisher and calibration text", setting="allocate")
 
 
 def refuse_changed(changed: Mapping[str, bool], reason: str) -> None:

@@ -47,7 +47,7 @@ def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: in
     limits = [size // multiple for size in sizes]
     if not least * multiple * len(spectra) <= total <= sum(sizes) or min(limits) < least:
         kind = "ranks" if multiple == 1 else f"ranks in multiples of {multiple}"
-        raise ValueError(f"{total} {kind} cannot be given to {len(spectra)} layers of {sizes} dimensions")
+        raise ValueError(f"{total} {kind} cannot be allocated to {len(spectra)} layers of {sizes} dimensions")
     saved = [s[: n * multiple].view(n, multiple).sum(-1)[least:] for s, n in zip(spectra, limits, strict=True)]
     owner = torch.cat([torch.full((len(part),), i) for i, part in enumerate(saved)])
     owners = owner[torch.cat(saved).argsort(descending=True, stable=True)[: total // multiple - least * len(spectra)]]
@@ -83,7 +83,7 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
         ValueError: ``total`` is less than the smallest choices take with a rank of 1.
     """
     if total < sum(min(choice.width for choice in choices) + 1 for choices in layers):
-        raise ValueError(f"{total} numbers are too few for {len(layers)} layers")
+        raise ValueError(f"{total} elements are too few for {len(layers)} layers")
     num_choices, longest = max(map(len, layers)), max(len(choice.energies) for choices in layers for choice in choices)
     dropped = torch.full((len(layers), num_choices, longest), torch.inf, dtype=torch.float64)  # by rank
     fixed, widths = (
@@ -146,7 +146,9 @@ def proportional(
     limits = [total // multiple if bound is None else bound // multiple for bound in bounds]
     budget = min(total // multiple, sum(limits))
     if budget < least * len(weights) or min(limits) < least:
-        raise SurgeryError(f"{total} ranks cannot be shared by {len(weights)} blocks of at least {least * multiple}")
+        raise SurgeryError(
+            f"a rank of {total} cannot be split into {len(weights)} blocks of at least {least * multiple}"
+        )
 
     def shares(level: float) -> list[float]:
         return [min(max(level * weight, least), top) for weight, top in zip(weights, limits, strict=True)]

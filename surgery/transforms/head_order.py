@@ -25,7 +25,7 @@ def permute_heads(tensors: Mapping[str, Tensor], order: Sequence[int]) -> dict[s
         ValueError: ``order`` is not a permutation.
     """
     if sorted(order) != list(range(len(order))):
-        raise ValueError(f"{list(order)} is no order of {len(order)} heads")
+        raise ValueError(f"{list(order)} is not a permutation of {len(order)} heads")
     index = torch.tensor(order)
     moved = dict(tensors)
     for name, tensor in tensors.items():

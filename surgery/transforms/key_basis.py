@@ -95,7 +95,7 @@ def folded_basis(moment: Tensor, fold: int, kept_pairs: int) -> KeyBasis:
     groups, dim = moment.shape[:2]
     pairs = dim // 2
     if pairs % fold or pairs % kept_pairs or (fold * kept_pairs) % pairs:
-        raise ValueError(f"a fold of {fold} does not divide {pairs} pairs of which {kept_pairs} stay rotated")
+        raise ValueError(f"freqfold {fold} does not divide {pairs} rotary pairs with {kept_pairs} kept")
     split = moment.view(groups, 2, pairs, groups, 2, pairs)
     energy = split[:, 0, :, :, 0] + split[:, 1, :, :, 1]  # E[re re' + im im'], [G, pairs, G, pairs]
     per_fold, stride = fold * kept_pairs // pairs, pairs // kept_pairs

@@ -54,7 +54,7 @@ def padded_group(largest: int, kv_heads: int, hidden: int) -> int:
     for size in range(largest, hidden // kv_heads + 1):
         if hidden % (kv_heads * size) == 0:
             return size
-    raise SurgeryError(f"groups of {largest} query heads on {kv_heads} KV heads exceed the hidden size {hidden}")
+    raise SurgeryError(f"{largest} query heads per KV head with {kv_heads} KV heads exceed the hidden size {hidden}")
 
 
 def pad_groups(anatomy: AttentionAnatomy, counts: Sequence[int], size: int) -> AttentionAnatomy:

@@ -143,16 +143,14 @@ def merge_kv_heads(
             or key norm: the factors of a merge would have to apply after the norm, where there is no weight.
     """
     if method not in METHODS:
-        raise SurgeryError(
-            f"method {method!r} of merging KV heads is unknown: choose {', '.join(METHODS)}", setting="method"
-        )
+        raise SurgeryError(f"method {method!r} is unknown: choose {', '.join(METHODS)}", setting="method")
     if not 0 < kv_heads < anatomy.kv_heads or anatomy.kv_heads % kv_heads:
         raise SurgeryError(
-            f"{kv_heads} KV heads cannot be made of {anatomy.kv_heads}: choose a smaller number that divides it"
+            f"{kv_heads} KV heads: choose a smaller number that divides the {anatomy.kv_heads} of the source"
         )
     if anatomy.q_norm is not None or anatomy.k_norm is not None:
         raise SurgeryError(
-            "KV heads after a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla instead"
+            "KV heads with a q/k-norm cannot be merged, as factors do not pass the norm: convert --to mla instead"
         )
     merge_method, size = METHODS[method], anatomy.kv_heads // kv_heads
     loss = moments_of_heads(anatomy, statistics, weighted=True)

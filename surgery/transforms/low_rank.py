@@ -123,7 +123,7 @@ def low_rank_layer(
     rule = method_named(method)
     _check_blocks(anatomy, blocks)
     if shared is not None and (method != "fisher" or len(blocks) != 1):
-        raise ValueError("latents of earlier layers can be read by method fisher with one block of latents only")
+        raise ValueError("reading the latents of earlier layers requires method fisher with one block of latents")
     _check_statistics(method, anatomy, statistics)
     scale = key_scale(anatomy)
     weighted = _bias_free(anatomy, statistics, weighted=True) / scale / scale[:, None]
@@ -170,11 +170,11 @@ def _check_blocks(anatomy: AttentionAnatomy, blocks: tuple[Block, ...]) -> None:
     heads = list(range(anatomy.kv_heads))
     for kind in ("keys", "values"):
         if sorted(head for block in blocks for head in getattr(block, kind)) != heads:
-            raise SurgeryError(f"blocks of latents must serve the {kind} of each of {len(heads)} KV heads once")
+            raise SurgeryError(f"blocks of latents must cover the {kind} of each of {len(heads)} KV heads exactly once")
     for block in blocks:
         numbers = len(elements_of(anatomy, block))
         if not 1 <= block.rank <= numbers:
-            raise SurgeryError(f"a block of {block.rank} latents cannot stand for {numbers} numbers per token")
+            raise SurgeryError(f"a block must have 1 to {numbers} latents for its {numbers} elements, not {block.rank}")
 
 
 def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerStatistics) -> None:
@@ -189,7 +189,7 @@ def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerS
         missing.append("the mean of keys and values, which have biases")
     if missing:
         raise SurgeryError(
-            f"method {method} of --to lowrank: the statistics lack {' and '.join(missing)}", setting="method"
+            f"method {method} of --to lowrank: missing statistics: {' and '.join(missing)}", setting="method"
         )
 
 

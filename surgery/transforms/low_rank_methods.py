@@ -196,7 +196,7 @@ def blocks_for(
     heads = tuple(range(anatomy.kv_heads))
     keys, values = anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim
     if not 1 <= rank <= keys + values:
-        raise SurgeryError(f"{rank} numbers per token and layer are impossible: choose 1 to {keys + values}")
+        raise SurgeryError(f"rank {rank} is not possible: choose 1 to {keys + values} elements per token and layer")
     if layout == "joint":
         return (Block(rank, heads, heads),)
     if layout == "channels":
@@ -204,8 +204,8 @@ def blocks_for(
         if pairs < 1:
             least = values + 2 * anatomy.kv_heads
             raise SurgeryError(
-                f"method think keeps all {values} numbers of the values and a pair of channels of each key: "
-                f"{rank} numbers per token and layer are too few, ask for at least {least} of {keys + values}",
+                f"method think keeps all {values} elements of the values and a channel pair of each key: "
+                f"rank {rank} is too small, use at least {least} of {keys + values}",
                 setting="method",
             )
         return *(Block(2 * pairs, (head,), ()) for head in heads), Block(values, (), heads)
@@ -218,7 +218,7 @@ def blocks_for(
     value_rank, least = rank - key_rank, len(groups) * multiple
     if not (least <= key_rank <= keys and least <= value_rank <= values):
         raise SurgeryError(
-            f"{key_rank} numbers per token for keys and {value_rank} for values are impossible: "
+            f"ranks {key_rank} for keys and {value_rank} for values are not possible: "
             f"choose {least} to {keys} and {least} to {values}"
         )
     sizes = [len(group) for group in groups]
@@ -242,7 +242,7 @@ def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -
     """
     if statistics.gradient is None or statistics.input_energy is None:
         raise SurgeryError(
-            "method palu of --to lowrank: the statistics lack loss gradients or the energy of inputs", setting="method"
+            "method palu of --to lowrank: missing statistics: loss gradients or the energy of inputs", setting="method"
         )
     keys = anatomy.kv_heads * anatomy.head_dim
     energy = statistics.gradient.diagonal().clone()

@@ -155,7 +155,7 @@ def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GR
         ValueError: the budget is less than the minima of the sections.
     """
     if (least := granule * sum(section.least for section in sections)) > budget:
-        raise ValueError(f"{budget} bytes per token are fewer than the least, {least}")
+        raise ValueError(f"{budget} bytes per token are below the minimum of {least}")
     searches = [_Search(section, granule) for section in sections]
     largest = max(float(section.energies.max()) for section in sections if len(section.energies)) or 1.0
     low, high = math.log(largest) - 60, math.log(largest) + 10

@@ -155,7 +155,8 @@ def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress
         expected = as_json(expected)
         if not beside.exists() or {name: read_json(beside).get(name) for name in expected} != expected:
             raise SurgeryError.at(
-                path, "was made from another source or with other settings; remove it, or choose another --work folder"
+                path,
+                "exists, but from another source or with other settings; remove it, or choose another --work folder",
             )
         progress.note(f"{path}: is there already")
         return

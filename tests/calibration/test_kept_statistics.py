@@ -36,7 +36,7 @@ def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, mon
         message = Told()
         request = replace(settings, keep_statistics=entries)
         second = convert_checkpoint(source, tmp_path / f"second-{number}", request, progress=message)
-        assert any("those kept in" in note for note in message.notes)
+        assert any("statistics: loaded from" in note for note in message.notes)
         one, two = (load_file(result.path / "model.safetensors") for result in (plain[number], second))
         assert all(torch.equal(one[name], two[name]) for name in one)
     (folder,) = (tmp_path / "kept").iterdir()
@@ -49,5 +49,5 @@ def test_other_facts_are_other_statistics(checkpoints, tmp_path):
     for number, change in enumerate(changes):
         message = Told()
         convert_checkpoint(checkpoints("llama"), tmp_path / str(number), replace(settings, **change), progress=message)
-        assert not any("those kept in" in note for note in message.notes), change
+        assert not any("statistics: loaded from" in note for note in message.notes), change
         assert len(list((tmp_path / "kept").iterdir())) == number + 1, change

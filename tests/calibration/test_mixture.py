@@ -58,7 +58,7 @@ def test_what_a_setting_says():
     assert shares_of("some/file.txt", tokenizer_of(49_152)) is None and shares_of("self", tokenizer_of(49_152)) is None
     with pytest.raises(SurgeryError, match="no chat template"):
         shares_of("prose=0.5,chat=0.5", tokenizer_of(49_152))
-    with pytest.raises(SurgeryError, match="no share is above 0"):
+    with pytest.raises(SurgeryError, match="at least one must be above 0"):
         shares_of("prose=0", tokenizer_of(4096))
     assert without_chat({"code": 0.5, "chat": 0.5}) == {"code": 0.5, "prose": 0.5}
 
@@ -212,7 +212,7 @@ def test_conversations_are_in_the_template_and_long_enough(model, tokenizer):
         text = tokenizer.decode(conversation)
         assert any(text.startswith(f"[user] {prompt}\n[assistant]") for prompt in PROMPTS[:3])
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(SurgeryError, match="refuses the conversation"):
+    with pytest.raises(SurgeryError, match="rejects the conversation"):
         sample_conversations(model, tokenizer, 10)
 
 

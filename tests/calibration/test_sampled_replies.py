@@ -53,5 +53,5 @@ def test_a_broken_model_is_reported():
         def forward(self, **_):
             return SimpleNamespace(logits=torch.full((1, 1, 5), float("nan")), past_key_values=None)
 
-    with pytest.raises(SurgeryError, match="not finite"):
+    with pytest.raises(SurgeryError, match="contain NaN or infinity"):
         sample_replies(Broken(1, 1), [[1]], 4, ends=())

@@ -121,10 +121,10 @@ def test_the_length_is_capped_by_the_model(tokenizer, source):
     [
         ({"tokens": 0}, "0 calibration tokens"),
         ({"length": 1}, "in sequences of 1"),
-        ({"recall": 1.5}, "recalls 1.5: it must lie between 0 and 1"),
-        ({"held_out": -1}, "-1 held-out sequences"),
+        ({"recall": 1.5}, "recall 1.5: .* must be from 0 to 1"),
+        ({"held_out": -1}, "held_out must be at least 0, not -1"),
         ({"tokens": 10**7}, "too little text"),
-        ({"source": "nowhere.jsonl"}, "no such text"),
+        ({"source": "nowhere.jsonl"}, "no such file, and not a valid dataset name"),
     ],
 )
 def test_impossible_requests(tokenizer, source, request_, message):

@@ -47,7 +47,7 @@ def test_builtin_leaves_out_tests_packages_and_the_held_out_modules(tmp_path, mo
 
 def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(text_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
-    with pytest.raises(SurgeryError, match="standard library's source is not at"):
+    with pytest.raises(SurgeryError, match="no source of the standard library at"):
         load_text("builtin")
 
 
@@ -123,7 +123,7 @@ def test_files_are_read_lazily(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text": "half of one: \\ud83d"}\n', "line 2 is not valid JSON"),
         ("a.jsonl", b'{"text": "\xed\xa0\xbd"}\n', "line 1 is not valid JSON"),
         ("a.parquet", b"nothing of the kind", "is not a parquet file"),
-        ("a.csv", b"text\n", r"cannot read text from .*a\.csv: known are \.txt, \.jsonl, \.json, \.parquet"),
+        ("a.csv", b"text\n", r"a\.csv: unknown file type; choose one of \.txt, \.jsonl, \.json, \.parquet"),
     ],
 )
 def test_unreadable_files(tmp_path, name, data, message):
@@ -135,10 +135,10 @@ def test_unreadable_files(tmp_path, name, data, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("missing.txt", "looked for 'builtin' and for a file 'missing.txt'"),
-        ("/no/such/place", "looked for 'builtin' and for a file"),
-        ("a:b:c:d", "looked for 'builtin' and for a file"),
-        ("", "no text source given"),
+        ("missing.txt", "'missing.txt': no such file, and not a valid dataset name"),
+        ("/no/such/place", "no such file, and not a valid dataset name"),
+        ("a:b:c:d", "no such file, and not a valid dataset name"),
+        ("", "no text source; pass a file"),
     ],
 )
 def test_unknown_sources_are_refused_at_once_and_never_looked_up(source, message, monkeypatch):
@@ -148,7 +148,7 @@ def test_unknown_sources_are_refused_at_once_and_never_looked_up(source, message
 
 
 def test_folders_are_refused(tmp_path):
-    with pytest.raises(SurgeryError, match="is a folder: name one file in it"):
+    with pytest.raises(SurgeryError, match="is a folder; pass a file in it"):
         iter_documents(str(tmp_path))
 
 
@@ -193,14 +193,16 @@ def test_a_dataset_without_the_text_field(monkeypatch):
 
 def test_a_dataset_that_cannot_be_reached(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(ConnectionError("Couldn't reach the Hub\nmore lines")))
-    message = "some/name: no such file, and as a dataset it could not be read: Couldn't reach the Hub$"
+    message = "some/name: no such file, and no dataset can be loaded: Couldn't reach the Hub$"
     with pytest.raises(SurgeryError, match=message):
         load_text("some/name")
 
 
 def test_datasets_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(SurgeryError, match="some/name: no such file, and for datasets: pip install datasets"):
+    with pytest.raises(
+        SurgeryError, match="some/name: no such file; to use a dataset of that name: pip install datasets"
+    ):
         load_text("some/name")
 
 
@@ -214,5 +216,5 @@ def test_a_real_local_dataset(tmp_path, monkeypatch, capsys):
     assert load_text(f"{folder}::train") == DOCUMENTS
     assert load_text(f"{folder}::test") == ["a test"]
     assert "from the local folder" in capsys.readouterr().err
-    with pytest.raises(SurgeryError, match="could not be read"):
+    with pytest.raises(SurgeryError, match="no dataset can be loaded"):
         load_text(f"{folder}::nothing")

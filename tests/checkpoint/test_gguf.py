@@ -301,7 +301,7 @@ def test_a_hub_repository_of_gguf_files_says_to_download_one(tmp_path, monkeypat
 
 def test_a_file_without_a_tokenizer_is_named(tmp_path):
     reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama")))
-    with pytest.raises(SurgeryError, match=r"a\.gguf: has no tokenizer in it; use --calibration none"):
+    with pytest.raises(SurgeryError, match=r"a\.gguf: contains no tokenizer; use --calibration none"):
         tokenizer_of(reader, remedy="use --calibration none")
 
 

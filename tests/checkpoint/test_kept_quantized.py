@@ -162,15 +162,15 @@ def refused(source, message):
 def test_formats_of_which_no_part_was_tried_are_refused(tmp_path, kind):
     make_known(tmp_path / "source", "llama", kind)
     method = KNOWN[kind][0]["quant_method"]
-    refused(tmp_path / "source", f"a part of a {method} checkpoint was not tried .* leave out --keep-quantised")
+    refused(tmp_path / "source", f"partly quantized {method} checkpoints are untested .* drop --keep-quantised")
 
 
 @pytest.mark.parametrize(
     ("family", "kind", "message"),
     [
-        ("qwen3_moe", "int4", "all experts as one tensor"),
-        ("qwen3_moe", "FP8", "ends in a part of a block"),
-        ("phi3", "fp8", "under other names than they are stored"),
+        ("qwen3_moe", "int4", "all experts into one unquantized tensor"),
+        ("qwen3_moe", "FP8", "is not a multiple of the block size"),
+        ("phi3", "fp8", "its weights are renamed on loading"),
     ],
 )
 def test_what_would_not_load_is_refused(tmp_path, family, kind, message):
@@ -178,4 +178,4 @@ def test_what_would_not_load_is_refused(tmp_path, family, kind, message):
 
 
 def test_without_codes_there_is_nothing_to_keep(tmp_path):
-    refused(make_checkpoint(tmp_path / "source", "llama"), "keep_quantised is of quantized weights, and these are not")
+    refused(make_checkpoint(tmp_path / "source", "llama"), "keep_quantised needs quantized weights")

@@ -93,7 +93,7 @@ def test_outputs_of_other_settings_are_not_taken_for_them(finished, tmp_path):
     recipe, work, _ = finished
     steps = yaml.safe_load(recipe.read_text())["steps"]
     steps[0]["convert"]["seed"] = 7
-    with pytest.raises(SurgeryError, match="half: was made from another source or with other settings"):
+    with pytest.raises(SurgeryError, match="half: exists, but from another source or with other settings"):
         run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
 
 

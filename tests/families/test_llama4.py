@@ -78,7 +78,7 @@ def test_a_layer_of_full_rank_is_the_source_far_beyond_a_chunk(form, attention):
     ("change", "message"),
     [
         ({"layer_types": ["full_attention"] * 3}, "layer 0 of llama4_text rotates and attends to all tokens"),
-        ({"no_rope_layers": [1, 1, 1], "layer_types": None}, "all layers rotate"),
+        ({"no_rope_layers": [1, 1, 1], "layer_types": None}, "all layers use chunked attention"),
     ],
 )
 def test_other_layers_than_llama_4_has_are_refused(tmp_path, change, message):
@@ -94,7 +94,7 @@ def test_the_text_part_of_a_whole_model_converts(tmp_path):
     text = {**LLAMA4, "num_local_experts": 2}
     whole = Llama4Config(text_config=text, vision_config=Llama4VisionConfig(**LLAMA4_VISION))
     Llama4ForConditionalGeneration(whole).save_pretrained(tmp_path / "whole")
-    with pytest.raises(SurgeryError, match="after a q/k-norm"):
+    with pytest.raises(SurgeryError, match="with a q/k-norm"):
         convert_checkpoint(tmp_path / "whole", tmp_path / "out", KVHeadsSettings(calibration="none"))
     Llama4ForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "text")
     result = convert_checkpoint(tmp_path / "text", tmp_path / "out", LowRankSettings(calibration="none"))

@@ -99,19 +99,19 @@ ELSEWHERE = {
 
 REFUSED = {
     ("stablelm", "crosslayer"): "stablelm layers hand .* convert --to lowrank",
-    ("gemma3_window", "gqa"): "after a q/k-norm",
+    ("gemma3_window", "gqa"): "with a q/k-norm",
     ("gpt_oss", "hybrid"): "learned sinks, .* convert --to gqa",
     ("falcon3", "gqa"): "one KV head already",
-    ("olmo2", "gqa"): "after a q/k-norm",
-    ("ministral3", "crosslayer"): "scales queries by their position",
-    ("olmo3_window", "gqa"): "after a q/k-norm",
-    ("llama4_window", "gqa"): "after a q/k-norm",
-    ("qwen3_next_state", "gqa"): "after a q/k-norm",
-    ("qwen3_5_state", "gqa"): "after a q/k-norm",
-    ("qwen3_5_moe_state", "gqa"): "after a q/k-norm",
-    ("granite4_state", "gqa"): "keep a state and have no KV heads",
+    ("olmo2", "gqa"): "with a q/k-norm",
+    ("ministral3", "crosslayer"): "scales queries by position",
+    ("olmo3_window", "gqa"): "with a q/k-norm",
+    ("llama4_window", "gqa"): "with a q/k-norm",
+    ("qwen3_next_state", "gqa"): "with a q/k-norm",
+    ("qwen3_5_state", "gqa"): "with a q/k-norm",
+    ("qwen3_5_moe_state", "gqa"): "with a q/k-norm",
+    ("granite4_state", "gqa"): "have a recurrent state and no KV heads",
     ("phi4_mini", "mla"): "longrope changes its frequencies .* convert --to lowrank",
-    ("glm4_moe_norm", "gqa"): "after a q/k-norm",
+    ("glm4_moe_norm", "gqa"): "with a q/k-norm",
 }
 
 STOCK = "falcon3", "seed_oss", "phi3", "internlm3"
@@ -217,7 +217,7 @@ def test_windows_keep_their_cache_beside_rows(checkpoints, tmp_path, name, setti
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3_5_state", "granite4_state"])
 def test_rows_of_windows_and_beside_states_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
-    with pytest.raises(SurgeryError, match="needs full attention in every layer"):
+    with pytest.raises(SurgeryError, match="needs full attention in every converted layer"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, **ROWS))
     assert list(tmp_path.iterdir()) == []
 
@@ -240,7 +240,10 @@ def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("ministral3", "ministral3 attends otherwise from token 128 on"), ("phi4_mini", "other frequencies over 128")],
+    [
+        ("ministral3", "ministral3 changes its attention from token 128 on"),
+        ("phi4_mini", "changes its frequencies beyond 128"),
+    ],
 )
 def test_texts_over_what_is_simulated_are_refused(checkpoints, tmp_path, name, reason):
     settings = LowRankSettings(**{**TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)

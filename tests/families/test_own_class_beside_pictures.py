@@ -222,10 +222,10 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "to", "settings", "reason"),
     [
-        ("qwen3_vl", "crosslayer", {"kv_ratio": 0.5}, "vision-language model, which this target cannot write"),
-        ("llava", "crosslayer", {"method": "cascade"}, "vision-language model, which this target cannot write"),
-        ("qwen3_vl", "gqa", {"kv_heads": 1}, "after a q/k-norm"),
-        ("qwen3_vl", "mla", {"method": "transmla"}, "takes neighboring rotary pairs for one"),
+        ("qwen3_vl", "crosslayer", {"kv_ratio": 0.5}, "vision-language model, which this target does not support"),
+        ("llava", "crosslayer", {"method": "cascade"}, "vision-language model, which this target does not support"),
+        ("qwen3_vl", "gqa", {"kv_heads": 1}, "with a q/k-norm"),
+        ("qwen3_vl", "mla", {"method": "transmla"}, "merges neighboring rotary pairs"),
         ("llava", "mla", {"carrier": "stock"}, "cannot hold this model: the source has a vision tower"),
         ("llava", "mla", {"engine": "llama.cpp"}, "llama.cpp cannot serve it"),
         ("gemma3", "quantized", {"bits": 8}, "sliding window"),

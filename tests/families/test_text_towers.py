@@ -109,7 +109,7 @@ def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
     check_caches(loaded(result.path), prompt(MLA_INSIDE))
 
     loaded(source).model.language_model.save_pretrained(tmp_path / "alone")
-    with pytest.raises(SurgeryError, match="convert the whole mistral3 checkpoint"):
+    with pytest.raises(SurgeryError, match="convert the complete mistral3 checkpoint"):
         convert_checkpoint(tmp_path / "alone", tmp_path / "out", request)
 
 

@@ -86,5 +86,8 @@ def test_the_tap_goes_after_an_error(checkpoints):
 
 
 def test_a_model_without_attention_is_refused():
-    with pytest.raises(SurgeryError, match="CopyingModel takes no attention function"), tapped(CopyingModel(64), id):
+    with (
+        pytest.raises(SurgeryError, match="CopyingModel does not support custom attention functions"),
+        tapped(CopyingModel(64), id),
+    ):
         pass

@@ -131,7 +131,7 @@ def test_repeated_tokens(checkpoints, session, tokenizer):
     assert (repetitions == repetitions[0]).all() and len(repetitions[0].unique()) == 32
     assert not set(repetitions[0].tolist()) & set(tokenizer.all_special_ids)
     assert not torch.equal(first, other)
-    with pytest.raises(SurgeryError, match="too few to repeat"):
+    with pytest.raises(SurgeryError, match="too few for repeated text"):
         induction.repeated_tokens(session(scored.model, "induction", 12), 1)
 
 

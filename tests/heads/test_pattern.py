@@ -104,7 +104,7 @@ def test_refusals_at_saving(tmp_path):
     with pytest.raises(SurgeryError, match="No such file"):
         make_pattern().save(tmp_path / "nowhere" / "a.safetensors")
     for facts in ({"x": torch.ones(1)}, {"x": float("nan")}):
-        with pytest.raises(SurgeryError, match="other than plain values"):
+        with pytest.raises(SurgeryError, match="that JSON cannot hold"):
             make_pattern(facts=facts).save(tmp_path / "a.safetensors")
     assert not os.listdir(tmp_path)
 
@@ -149,14 +149,14 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(SurgeryError, match="not a readable pattern"):
         HeadPattern.load(path)
     save_file({"scores": torch.ones(2, 2)}, path)
-    with pytest.raises(SurgeryError, match="no pattern of heads"):
+    with pytest.raises(SurgeryError, match="not a head pattern"):
         HeadPattern.load(path)
     for header, reason in (
         ("{", "not a readable pattern"),
-        ([], "no pattern of heads"),
-        ({"format": 9, "method": "duo"}, "another form"),
-        ({"format": 1}, "damaged header"),
-        ({"format": 1, "method": "duo", "color": "red"}, "damaged header"),
+        ([], "not a head pattern"),
+        ({"format": 9, "method": "duo"}, "unknown pattern format"),
+        ({"format": 1}, "damaged pattern header"),
+        ({"format": 1, "method": "duo", "color": "red"}, "damaged pattern header"),
         ({"format": 1, "method": "duo", "recent": "many"}, "recent of a pattern"),
     ):
         save_header(path, header)
@@ -164,7 +164,7 @@ def test_files_that_are_none(tmp_path):
             HeadPattern.load(path)
         assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
     save_header(path, {"format": 1, "method": "duo"}, torch.full((2, 2), float("nan")))
-    with pytest.raises(SurgeryError, match="no number to rank"):
+    with pytest.raises(SurgeryError, match="not finite"):
         HeadPattern.load(path)
 
 
@@ -174,7 +174,7 @@ def test_ranking_and_full_heads():
     assert pattern.full_heads(0.5).tolist() == [[True, False], [True, True], [False, False]]
     assert pattern.full_heads(0.25).sum() == 2  # one and a half
     assert not pattern.full_heads(0).any() and pattern.full_heads(1).all()
-    with pytest.raises(SurgeryError, match="between 0 and 1"):
+    with pytest.raises(SurgeryError, match="from 0 to 1"):
         pattern.full_heads(1.1)
 
 
@@ -215,16 +215,16 @@ def test_tables_that_are_none(tmp_path):
     with pytest.raises(SurgeryError, match="No such file"):
         read_pattern(path)
     for text, reason in (
-        ("1\t2\n1\n", "not a table"),
-        ("a\tb\n", "not a table"),
+        ("1\t2\n1\n", "must be a table"),
+        ("a\tb\n", "must be a table"),
         ("", "needed"),
-        ("1\tnan\n", "no number"),
+        ("1\tnan\n", "not finite"),
     ):
         path.write_text(text)
         with pytest.raises(SurgeryError, match=reason):
             read_pattern(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(SurgeryError, match="not a table"):
+    with pytest.raises(SurgeryError, match="must be a table"):
         read_pattern(path)
-    with pytest.raises(SurgeryError, match="holds neither"):
+    with pytest.raises(SurgeryError, match="contains neither"):
         read_pattern(tmp_path)

@@ -55,7 +55,7 @@ def test_quotas_divide_over_devices(count):
 def test_quotas_that_divide_nothing_are_refused():
     with pytest.raises(SurgeryError, match="does not divide the 4 KV heads"):
         compile_plan(SCORES, SINGLE, at_most(4), 4, 8, multiple=3)
-    with pytest.raises(SurgeryError, match="stream together"):
+    with pytest.raises(SurgeryError, match="share a latent"):
         compile_plan(SCORES, [[(0, 1), (2, 3)]] * 2, at_most(4), 4, 8, multiple=2)
 
 

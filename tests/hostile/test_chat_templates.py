@@ -67,7 +67,7 @@ def test_limits(limit, tokenizer, monkeypatch):
     tokenizer.chat_template = HOSTILE[limit]
     encode, began = ChatEncoder(tokenizer), time.monotonic()
     for _ in range(2):
-        with pytest.raises(SurgeryError, match=r"line 3: the chat template of .* takes more than [\d,]+ "):
+        with pytest.raises(SurgeryError, match=r"line 3: the chat template of .* exceeds the limit of [\d,]+ "):
             encode({"messages": [{"role": "user", "content": "x"}]}, "line 3")
     assert time.monotonic() - began < 30
 
@@ -75,7 +75,7 @@ def test_limits(limit, tokenizer, monkeypatch):
 @pytest.mark.parametrize("text", ["{% for %}", "{{ messages[99].content.x }}", "{{ raise_exception('no') }}"])
 def test_templates_that_fail(text, tokenizer):
     tokenizer.chat_template = text
-    with pytest.raises(SurgeryError, match=r"the chat template of .* refuses the conversation"):
+    with pytest.raises(SurgeryError, match=r"the chat template of .* rejects the conversation"):
         ChatTemplate(tokenizer).render([{"role": "user", "content": "x"}])
 
 

@@ -69,7 +69,7 @@ def test_what_is_no_conversation_is_named(record):
 
 
 def test_what_the_template_refuses_is_named():
-    with pytest.raises(SurgeryError, match=r"line 4: the chat template .* refuses the conversation: no such role"):
+    with pytest.raises(SurgeryError, match=r"line 4: the chat template .* rejects the conversation: no such role"):
         ChatEncoder(tokenizer_with(PLAIN))({"messages": [{"role": "refused", "content": "x"}]}, "line 4")
 
 

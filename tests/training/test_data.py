@@ -221,7 +221,7 @@ def test_sources_of_settings():
         ([{"source": "x/y", "stream": True}], "stream was removed"),
         (["teacher"], "data teacher was removed"),
         ([{"source": "builtin", "weight": 0}], "must all be above 0"),
-        (["no-such-file.txt"], "no such text"),
+        (["no-such-file.txt"], "no such file, and not a valid dataset name"),
         ([""], "must be a file"),
     ],
 )

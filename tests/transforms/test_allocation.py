@@ -41,7 +41,7 @@ def test_no_other_allocation_drops_less(lists, total, minimum, multiple):
     ids=["too few", "too many", "too few multiples", "no room for one multiple"],
 )
 def test_impossible_totals(total, minimum, multiple):
-    with pytest.raises(ValueError, match="cannot be given"):
+    with pytest.raises(ValueError, match="cannot be allocated"):
         water_fill([torch.ones(5)] * 3, total, minimum, multiple)
 
 
@@ -110,7 +110,7 @@ def test_a_layer_that_hangs_on_rotations_gets_them():
     turning = [Choice(0, 100.0, latent), Choice(4, 0.0, latent)]
     still = [Choice(0, 1.0, latent), Choice(4, 0.0, latent)]
     assert choose_widths([turning, still], 9) == [(1, 3), (0, 2)]
-    with pytest.raises(ValueError, match="1 numbers are too few for 2 layers"):
+    with pytest.raises(ValueError, match="1 elements are too few for 2 layers"):
         choose_widths([turning, still], 1)
 
 
@@ -146,7 +146,7 @@ def test_shares_within_their_bounds(weights, total, multiple, minimum, maximum):
 
 
 def test_shares_that_cannot_be():
-    with pytest.raises(SurgeryError, match="5 ranks cannot be shared by 3 blocks of at least 2"):
+    with pytest.raises(SurgeryError, match="a rank of 5 cannot be split into 3 blocks of at least 2"):
         proportional([1, 1, 1], 5, minimum=2)
-    with pytest.raises(SurgeryError, match="cannot be shared"):
+    with pytest.raises(SurgeryError, match="cannot be split"):
         proportional([1, 1], 64, multiple=16, minimum=1, maximum=8)

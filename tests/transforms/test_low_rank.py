@@ -317,7 +317,7 @@ def test_think_keeps_the_pairs_that_matter_to_scores():
 
 
 def test_think_cannot_go_below_the_values():
-    with pytest.raises(SurgeryError, match=r"keeps all 24 numbers of the values.* at least 32 of 48"):
+    with pytest.raises(SurgeryError, match=r"keeps all 24 elements of the values.* at least 32 of 48"):
         blocks_for("think", random_layer(), 31)
 
 
@@ -343,7 +343,7 @@ def test_fisher_information_is_the_size_of_weight_gradients():
     weight = layer.k_norm.weight.repeat(G)
     values = replace(result, raw_gradient=None, gradient=result.raw_gradient)
     assert fisher_information(layer, values)[0] == pytest.approx(float((roots * weight[:, None]).mean()))
-    with pytest.raises(SurgeryError, match=r"palu .* lack loss gradients"):
+    with pytest.raises(SurgeryError, match=r"palu .* missing statistics: loss gradients"):
         fisher_information(layer, replace(result, gradient=None))
 
 
@@ -406,7 +406,7 @@ def test_refusals():
     blocks = blocks_for("fisher", layer, 12)
     with pytest.raises(SurgeryError, match="unknown: choose fisher, separate"):
         low_rank_layer(layer, statistics, blocks, "magic")
-    with pytest.raises(SurgeryError, match=r"method fisher .* lack loss gradients"):
+    with pytest.raises(SurgeryError, match=r"method fisher .* missing statistics: loss gradients"):
         low_rank_layer(layer, statistics, blocks)
     bare = replace(statistics, mean=None, input_scale=None, query_energy=None)
     with pytest.raises(SurgeryError, match=r"asvd .* scale of the attention's inputs and the mean"):
@@ -414,13 +414,13 @@ def test_refusals():
     with pytest.raises(SurgeryError, match=r"think .* energy of the queries"):
         low_rank_layer(layer, bare, blocks_for("think", layer, 36), "think")
     heads = tuple(range(G))
-    with pytest.raises(SurgeryError, match="keys of each of 4 KV heads once"):
+    with pytest.raises(SurgeryError, match="keys of each of 4 KV heads exactly once"):
         low_rank_layer(layer, statistics, (Block(4, (0, 1), heads),), "svd-llm")
-    with pytest.raises(SurgeryError, match="30 latents cannot stand for 24 numbers"):
+    with pytest.raises(SurgeryError, match="1 to 24 latents for its 24 elements, not 30"):
         low_rank_layer(layer, statistics, (Block(30, heads, ()), Block(4, (), heads)), "svd-llm")
     with pytest.raises(SurgeryError, match="choose 1 to 48"):
         blocks_for("fisher", layer, 49)
-    with pytest.raises(SurgeryError, match="3 numbers per token for keys and 30 for values"):
+    with pytest.raises(SurgeryError, match="ranks 3 for keys and 30 for values"):
         blocks_for("separate", layer, 33, key_rank=3)
 
 

@@ -59,7 +59,7 @@ def test_wide_fields_hold_the_units_of_most_energy():
 def test_every_section_has_its_least():
     empty = [Section(torch.zeros(8), least=1), Section(torch.ones(64))]
     assert TokenFormat(allocate_rows(empty, 24, granule=4)[0]).row_bytes == 4
-    with pytest.raises(ValueError, match="fewer than the least"):
+    with pytest.raises(ValueError, match="below the minimum"):
         allocate_rows(empty, 3, granule=4)
 
 

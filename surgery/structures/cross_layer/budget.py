@@ -20,9 +20,9 @@ def shared_rank(full: int, layers: int, settings: CrossLayerSettings, beside: in
     rank = settings.rank * layers if settings.rank else int(ratio * (full + beside) + 1e-9) - beside
     rank -= rank % settings.rank_multiple
     if not 1 <= rank < full:
-        stays = f" beside {beside} of rotated keys, which stay" if beside else ""
+        stays = f" next to {beside} of rotary keys, which stay" if beside else ""
         raise SurgeryError(
-            f"{rank} numbers per token for {layers} layers (in multiples of {settings.rank_multiple}): choose fewer "
-            f"than the source's {full}{stays}, and one multiple at least"
+            f"{rank} elements per token for {layers} layers (in multiples of {settings.rank_multiple}): must be fewer "
+            f"than the source's {full}{stays}, and at least one multiple"
         )
     return rank

@@ -31,9 +31,7 @@ class Cascade(LowRank):
     def gather(self, work: ConversionContext) -> None:
         """Gather moments of text and of the loss gradients."""
         if work.texts.calibration is None:
-            raise SurgeryError(
-                "--to crosslayer: what layers have in common shows in text only: drop --calibration none"
-            )
+            raise SurgeryError("--to crosslayer requires calibration text: drop --calibration none")
         super().gather(work)
 
 
@@ -68,8 +66,8 @@ def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept_layers: f
         earlier.append(place)
     if opened.stateful and not any(earlier):
         raise SurgeryError(
-            "method cascade: between layers with keys and values stand others that keep a state, so that none can "
-            "read its neighbor's latents: convert --to lowrank instead",
+            "method cascade: no layers with a KV cache are adjacent, as layers with a recurrent state are between "
+            "them: convert --to lowrank instead",
             setting="method",
         )
     return tuple(earlier)

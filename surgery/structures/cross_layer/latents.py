@@ -48,15 +48,15 @@ class LatentSource(OwnSource):
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
         """Open the checkpoint; raise SurgeryError if the method is not xkv, or a layer not MLA with full attention."""
         if settings.method != "xkv":
-            raise SurgeryError.at(reader.path, f"latents are shared by method xkv, not {settings.method}")
+            raise SurgeryError.at(reader.path, f"latents are shared with method xkv only, not {settings.method}")
         opened = super().open(reader, settings)
         kinds = {entry.kind for entry in entries_of(opened.config)}
         if kinds != {"latent"}:
             names = ", ".join(sorted(str(kind or "the family's own") for kind in kinds))
-            raise SurgeryError.at(reader.path, f"layers with attention of kind {names}; those of MLA can share latents")
+            raise SurgeryError.at(reader.path, f"only MLA layers can share latents, not layers of kind {names}")
         for layer, window in enumerate(opened.windows):
             if window is not None:
-                raise SurgeryError(f"layer {layer} has a sliding window and forgets: its latents cannot be shared")
+                raise SurgeryError(f"layer {layer} has a sliding window, so its latents cannot be shared")
         return opened
 
     def rank(self, layer: int) -> int:
@@ -109,9 +109,7 @@ class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
         """Compute the loss metrics of all latents."""
         tokens = work.texts.calibration
         if tokens is None:
-            raise SurgeryError(
-                "method xkv: what layers have in common shows in text only: drop --calibration none", setting="method"
-            )
+            raise SurgeryError("method xkv requires calibration text: drop --calibration none", setting="method")
         if work.processes.is_main:  # these sweeps are not shared between processes
             self._metrics = _metrics(self.opened, tokens, work.store, self.settings, work.progress)
 

@@ -19,16 +19,19 @@ class CrossLayerSettings(LowRankSettings):
 
     method: Method = setting(
         "xkv",
-        "How the transform is found.",
-        more="xkv: one basis for the group, a token stored once it has left the group. cascade: every layer caches its "
-        "own latents and reads those of the group's earlier layers too. For comparison minicache: adjacent layers "
+        "Conversion method.",
+        more="xkv: one basis per group, whose layers share one latent. cascade: each layer caches its own latents and "
+        "also reads those of the earlier layers in its group. minicache, for comparison: adjacent layers are "
         "merged in pairs.",
         section="Method",
     )
     allocate: Literal["uniform"] = setting("uniform", section="Method")
-    group_size: int = setting(3, "Adjacent layers in a group.", section="Budget")
+    group_size: int = setting(3, "Number of adjacent layers in a group.", section="Budget")
     block: int = setting(
-        64, "Tokens that stay exact until they are as many, in all methods but cascade.", least=1, advanced=True
+        64,
+        "Tokens buffered in full precision before they are compressed together; not for method cascade.",
+        least=1,
+        advanced=True,
     )
     bits: Literal["auto"] | None = setting(
         None,
@@ -41,16 +44,16 @@ class CrossLayerSettings(LowRankSettings):
     def __post_init__(self) -> None:
         if self.bits is not None and self.method != "cascade":
             raise SurgeryError(
-                f"bits: the store that layers share in method {self.method} is not quantized; use cascade",
+                f"bits: the shared cache of method {self.method} cannot be quantized; use method cascade",
                 setting="bits",
             )
         super().__post_init__()
         if self.keep_layers != AUTO and self.method != "cascade":
             raise SurgeryError(
-                f"keep_layers: method {self.method} converts all layers; use cascade", setting="keep_layers"
+                f"keep_layers: method {self.method} converts all layers; use method cascade", setting="keep_layers"
             )
         if self.group_size < 2:
             raise SurgeryError(
-                f"group_size {self.group_size}: a group has two layers at least; --to lowrank has one",
+                f"group_size must be at least 2, not {self.group_size}; use --to lowrank for single layers",
                 setting="group_size",
             )

@@ -71,7 +71,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> Source:
         """Open a checkpoint of a supported family, including MLA families for method xkv."""
         if settings.method != "xkv" and reader.config["model_type"] in LATENT_FAMILIES:
-            raise SurgeryError.at(reader.path, f"latents are shared by method xkv, not {settings.method}")
+            raise SurgeryError.at(reader.path, f"latents are shared with method xkv only, not {settings.method}")
         return Source.of(reader, settings, any_family_of(reader.config))
 
     @classmethod
@@ -114,9 +114,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         if self.settings.method != "xkv":
             return
         if work.texts.calibration is None:
-            raise SurgeryError(
-                "method xkv: what layers have in common shows in text only: drop --calibration none", setting="method"
-            )
+            raise SurgeryError("method xkv requires calibration text: drop --calibration none", setting="method")
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -228,25 +226,26 @@ def plan_groups(
     """
     if not opened.family.forwards_kwargs:
         raise SurgeryError(
-            f"{opened.family.model_type} layers hand nothing to their attention that a shared cache could be read by: "
-            "convert --to lowrank instead"
+            f"{opened.family.model_type} layers pass no keyword arguments to their attention, which a shared cache "
+            "needs: convert --to lowrank instead"
         )
     for layer, window in enumerate(opened.windows):
         if layer in opened.stateful or window is not None:
-            what = "keeps a state" if layer in opened.stateful else "has a sliding window"
+            what = "has a recurrent state" if layer in opened.stateful else "has a sliding window"
             raise SurgeryError(
-                f"layers that share latents need full attention, and layer {layer} {what}: convert --to lowrank instead"
+                f"layers that share latents need full attention, but layer {layer} {what}: convert --to lowrank instead"
             )
     if opened.family.first_scaled(opened.config) is not None:
         raise SurgeryError(
-            f"{opened.family.model_type} scales queries by their position, and layers that share a cache know only "
-            "places in it: convert --to lowrank instead"
+            f"{opened.family.model_type} scales queries by position, which layers with a shared cache do not "
+            "support: convert --to lowrank instead"
         )
     recent = {"block": settings.block, "sinks": settings.sinks, "window": settings.window}
     if settings.method == "minicache":
         if settings.kv_ratio is not None or settings.rank is not None:
             raise SurgeryError(
-                "method minicache has no ratio: it merges every pair in the deeper half of the model", setting="method"
+                "method minicache has a fixed ratio, as it merges all layer pairs of the deeper half; drop kv_ratio",
+                setting="method",
             )
         start = opened.layers // 2
         groups = tuple((first, first + 2) for first in range(start, opened.layers - 1, 2))

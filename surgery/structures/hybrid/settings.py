@@ -16,18 +16,18 @@ class HybridSettings(StructureSettings):
 
     heads: str | None = setting(
         None,
-        "Pattern of `surgery heads`, DuoAttention or PruLong: which heads stay full.",
+        "Pattern file of `surgery heads`, DuoAttention or PruLong, which ranks the heads.",
         unset="none, if all heads stream",
         section="Heads",
         metavar="FILE",
     )
     kv_ratio: float | None = setting(None, unset="0.5", section="Budget")
     context: int | None = setting(
-        None, "Tokens at which the ratio is counted.", least=1, unset="the model's limit", section="Heads"
+        None, "Context length at which the ratio is computed.", least=1, unset="the model's limit", section="Heads"
     )
     streaming: float | None = setting(
         None,
-        "Share of the heads that stream, in place of a ratio; 1 is StreamingLLM and needs no pattern.",
+        "Share of heads that stream, instead of a ratio; 1 is StreamingLLM and needs no pattern.",
         least=0,
         most=1,
     )
@@ -36,15 +36,15 @@ class HybridSettings(StructureSettings):
     )
     recent: int | None = setting(
         None,
-        "Last tokens that streaming heads keep, the query's own among them.",
+        "Recent tokens that streaming heads keep, including the query's own.",
         least=1,
         unset="the pattern's, or 256",
         flag="window",
     )
     compensated: float = setting(
         0.0,
-        "Share of the streaming heads that also read the mean of what they dropped.",
-        more="The best of them, as RazorAttention does.",
+        "Share of streaming heads that also read the mean of their evicted keys and values.",
+        more="Those with the highest scores, as in RazorAttention.",
         least=0,
         most=1,
         section="Heads",
@@ -52,25 +52,25 @@ class HybridSettings(StructureSettings):
     )
     granularity: Literal["head", "layer"] = setting(
         "head",
-        "What streams: single heads, or whole layers, in a stock class with sliding windows and without sinks.",
+        "Unit that streams: single heads, or whole layers, in a stock class with sliding windows and no sinks.",
         advanced=True,
     )
     heads_multiple: int = setting(
-        1, "Every layer's full heads are a multiple of it, for tensor parallelism.", least=1, advanced=True
+        1, "Number that divides the full heads of every layer, for tensor parallelism.", least=1, advanced=True
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_ratio is not None and self.streaming is not None:
-            raise SurgeryError("give kv_ratio or streaming, not both", setting="streaming")
+            raise SurgeryError("pass kv_ratio or streaming, not both", setting="streaming")
         if self.granularity == "layer":
             if self.sinks:
                 raise SurgeryError(
-                    "granularity layer: sliding windows of stock classes keep no sinks; leave them out",
+                    "granularity layer: sliding windows of stock classes have no sinks; drop --sinks",
                     setting="granularity",
                 )
             if self.compensated or self.heads_multiple != 1:
                 raise SurgeryError(
-                    "granularity layer: compensated and heads_multiple are of single heads", setting="granularity"
+                    "granularity layer: compensated and heads_multiple require granularity head", setting="granularity"
                 )
             object.__setattr__(self, "sinks", 0)

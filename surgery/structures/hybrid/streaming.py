@@ -74,15 +74,15 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
             raise SurgeryError(f"{error}: convert --to lowrank or mla instead") from None
         if settings.heads is None and settings.streaming != 1:
             raise SurgeryError(
-                "which heads stream is not said: make a pattern with `surgery heads CKPT` and give it with --heads, or "
-                "let all stream with --streaming 1"
+                "no head pattern: create one with `surgery heads CKPT` and pass it with --heads, or let all heads "
+                "stream with --streaming 1"
             )
         model = self._with_units(StreamableModel.of(reader.path, reader.config, opened.config))
         self._pattern = None if settings.heads is None else read_pattern(settings.heads)
         self._context = settings.context or opened.config.max_position_embeddings
         if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):
             # Allowed: a source's pattern fits its conversions, and a base model's pattern its fine-tuned models.
-            progress.note(f"{settings.heads}: was made on other weights, those of {self._pattern.model.get('name')}")
+            progress.note(f"{settings.heads}: was scored on other weights, those of {self._pattern.model.get('name')}")
         self._plan = plan_heads(model, self._pattern, settings, self._context, opened.weight_dtype.itemsize)
         self._entries = model.entries(self._plan)
 
@@ -120,16 +120,16 @@ def plan_heads(
         scores, default_sinks, default_recent = pattern.scores, pattern.sinks, pattern.recent
         if tuple(scores.shape) != shape:
             raise SurgeryError(
-                f"{settings.heads}: scores of {tuple(scores.shape)} layers and KV heads, and this model has {shape}: "
-                "score this checkpoint itself with surgery heads"
+                f"{settings.heads}: scores have shape {tuple(scores.shape)} (layers, KV heads), but this model has "
+                f"{shape}: score this checkpoint with surgery heads"
             )
     sinks = default_sinks if sinks is None else sinks
     recent = default_recent if recent is None else recent
     if sinks is None or recent is None:
-        raise SurgeryError(f"{settings.heads}: does not say for how many tokens; give --sinks and --window")
+        raise SurgeryError(f"{settings.heads}: has no sinks and recent tokens; pass --sinks and --window")
     if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for layer in model.units for unit in layer):
         raise SurgeryError(
-            "compensated: latents have no key and value of a head to take the mean of; leave it at 0",
+            "compensated: must be 0 for models with latents, which have no keys and values by head",
             setting="compensated",
         )
     window, heads = sinks + recent - 1, scores.numel()
@@ -154,7 +154,7 @@ def plan_heads(
         compensated=settings.compensated,
     )
     if plan.full.all():
-        raise SurgeryError("no head streams under this budget: lower --kv-ratio, or keep the source")
+        raise SurgeryError("no head streams with this budget: lower --kv-ratio, or use the source unchanged")
     return plan
 
 

@@ -37,7 +37,9 @@ class Hybrid(Streaming):
 
     supports_multimodal = True
     options = (
-        TargetOption(" --streaming 1", {"streaming": 1}, caution="every head forgets, surgery heads tells which may"),
+        TargetOption(
+            " --streaming 1", {"streaming": 1}, caution="all heads stream; surgery heads finds those that may"
+        ),
     )
 
     @classmethod

@@ -19,51 +19,49 @@ class KVHeadsSettings(StructureSettings):
 
     method: Method = setting(
         "fisher",
-        "How the transform is found.",
+        "Conversion method.",
         plugins="kv_heads_methods",
-        more="fisher merges heads weighted by the loss; the others are for comparison.",
+        more="fisher weights heads by the loss; the others are for comparison.",
         section="Method",
     )
     kv_ratio: float | None = setting(None, unset="0.5", section="Budget")
     kv_heads: int | None = setting(
         None,
-        "KV heads to keep in every layer, in place of a ratio.",
-        more="1 is multi-query. The ratio has to be that of a number of heads that divides theirs.",
+        "KV heads to keep per layer, instead of a ratio.",
+        more="1 is multi-query attention. The number must divide the KV heads of the source.",
         unset="half of them",
         least=1,
     )
     allocate: Allocation = setting(
         "uniform",
-        "KV heads of layers: as many in each, or by spectrum, with the number or the ratio as the average.",
-        more="spectrum: numbers of heads whose predicted errors are least in all; method fisher with text only.",
+        "Allocation of KV heads to layers: uniform, or by spectrum, with kv_heads or the ratio as the average.",
+        more="spectrum minimizes the total predicted error; it requires method fisher and calibration text.",
         section="Method",
         advanced=True,
     )
     carrier: Literal["auto", "own", "decilm"] = setting(
         "auto",
-        "What holds the result: auto is the source's class, or own (of this package) where layers differ; decilm holds "
-        "those too, for vLLM and llama.cpp.",
-        more="decilm is of Llama without biases only.",
+        "Target class: auto is the source's class, or own (the custom model class) if layers differ; decilm supports "
+        "these too, for vLLM and llama.cpp.",
+        more="decilm supports Llama without biases only.",
         section="Output",
     )
     engine: Engine | None = setting(
         None,
-        "Refuse what this engine, or all of them, does not carry; layers that differ become DeciLM's.",
+        "Engine that must load the result, or all; if layers differ, decilm is used.",
         section="Output",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_heads is not None and self.kv_ratio is not None:
-            raise SurgeryError("give kv_heads or kv_ratio, not both", setting="kv_heads")
+            raise SurgeryError("pass kv_heads or kv_ratio, not both", setting="kv_heads")
         check_spectrum(self)
         if self.method == "key-norm" and self.carrier != "auto":
-            raise SurgeryError(
-                "method key-norm is written in the source's family: leave carrier auto", setting="method"
-            )
+            raise SurgeryError("method key-norm keeps the class of the source: drop --carrier", setting="method")
         if self.engine is not None and self.carrier == "own":
             raise SurgeryError(
-                f"engine {self.engine} does not load the custom model class. Leave carrier auto", setting="engine"
+                f"engine {self.engine} does not load the custom model class; drop --carrier", setting="engine"
             )
 
     def ending(self, target: str) -> str:

@@ -106,21 +106,20 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             _check_multimodal(opened.reader.stored_as, settings)
         if opened.qk_norm:
             raise SurgeryError(
-                "KV heads after a q/k-norm cannot be merged, no factor of a head passes the norm: convert --to mla "
-                "instead"
+                "KV heads with a q/k-norm cannot be merged, as factors do not pass the norm: convert --to mla instead"
             )
         self._budget = wanted_heads(settings, opened.first, opened.layers)
         if opened.stateful:
             raise SurgeryError(
-                "some layers keep a state and have no KV heads, which merging does not know: convert --to lowrank, or "
-                "--to mla"
+                "some layers have a recurrent state and no KV heads, which merging does not support: convert --to "
+                "lowrank or --to mla"
             )
         if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
             decilm.check(config)
         if settings.method == "key-norm" and self._budget > opened.layers and not has_head_dim(opened.config):
             raise SurgeryError(
-                f"method key-norm adds query heads, and {config['model_type']} configs have no head_dim to tell that "
-                "they are as wide as before: choose another method",
+                f"method key-norm adds query heads, and {config['model_type']} configs have no head_dim, which "
+                "would be needed to keep their size: choose another method",
                 setting="method",
             )
 
@@ -232,8 +231,8 @@ def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
     for option, is_set in options.items():
         if is_set:
             raise SurgeryError(
-                f"{option}: not for a vision-language model ({model_type}), which keeps its class and as many heads "
-                "in every layer, and runs in transformers alone. Leave the option out"
+                f"{option}: not supported for a vision-language model ({model_type}), which keeps its class and the "
+                "same heads in every layer, and runs in transformers only. Drop the option"
             )
 
 
@@ -257,13 +256,13 @@ def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: i
         average = ratio * heads if settings.kv_heads is None else settings.kv_heads
         if not 1 <= average < heads:
             raise SurgeryError(
-                f"{average:g} KV heads a layer on average: choose fewer than the source's {heads}, and one at least"
+                f"{average:g} KV heads per layer on average: choose at least one and fewer than the source's {heads}"
             )
         return int(average * layers + 1e-9)
     if settings.kv_heads is not None:
         if settings.kv_heads not in choices:
             raise SurgeryError(
-                f"--kv-heads {settings.kv_heads}: the source's {heads} can become {', '.join(map(str, choices))}"
+                f"--kv-heads {settings.kv_heads}: the source's {heads} can be merged to {', '.join(map(str, choices))}"
             )
         return settings.kv_heads * layers
     if settings.kv_ratio is None:
@@ -273,12 +272,10 @@ def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: i
         return nearest * layers
     if ratio * heads < 1:
         raise SurgeryError(
-            f"--kv-ratio {ratio:g}: one of the source's {heads} KV heads is more; convert --to mla instead"
+            f"--kv-ratio {ratio:g}: less than one of the source's {heads} KV heads; convert --to mla instead"
         )
     gives = ", ".join(f"{count / heads:.4g} gives {count}" for count in choices)
-    raise SurgeryError(
-        f"--kv-ratio {ratio:g}: of {heads} KV heads that is no whole number of heads that divides them; {gives}"
-    )
+    raise SurgeryError(f"--kv-ratio {ratio:g}: does not give a divisor of the {heads} KV heads; {gives}")
 
 
 def _choices(heads: int) -> list[int]:

@@ -33,8 +33,8 @@ def wanted_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
     rank -= rank % settings.rank_multiple
     if not 1 <= rank < full:
         raise SurgeryError(
-            f"{rank} numbers per token and layer (in multiples of {settings.rank_multiple}): choose fewer than the "
-            f"source's {full} and one multiple at least"
+            f"{rank} elements per token and layer (in multiples of {settings.rank_multiple}): choose fewer than the "
+            f"source's {full} and at least one multiple"
         )
     blocks_for(settings.method if settings.method in METHODS else "fisher", anatomy, rank)
     return rank
@@ -65,9 +65,7 @@ def plan_ranks(
     if settings.allocate == "uniform" or (settings.allocate == "auto" and not comparable):
         return uniform
     if not comparable:
-        raise SurgeryError(
-            f"--allocate {settings.allocate} compares layers by the loss: it needs method fisher or separate, and text"
-        )
+        raise SurgeryError(f"--allocate {settings.allocate} requires method fisher or separate, and calibration text")
     spectra = _spectra(opened, library, uniform, settings)
     return _with_ranks(uniform, water_fill(spectra, total, minimum=multiple, multiple=multiple))
 

@@ -20,35 +20,35 @@ class LowRankSettings(RowSettings):
 
     method: Method = setting(
         "fisher",
-        "How the transform is found.",
+        "Conversion method.",
         plugins="low_rank_methods",
         more="fisher: one latent for keys and values, weighted by the loss; the others are for comparison.",
         section="Method",
     )
     rank: int | None = setting(
         None,
-        "Numbers per token and layer, in place of a ratio.",
+        "Elements per token and layer, instead of a ratio.",
         unset="a quarter of the source's",
         least=1,
         section="Budget",
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
-        "Ranks of layers: uniform or spectrum (by what is dropped).",
-        more="auto: spectrum where that compares layers by the loss (fisher, separate), uniform elsewhere. Method palu "
-        "has its own way. Cross-layer groups are uniform.",
+        "Allocation of ranks to layers: uniform or spectrum (by the dropped energy).",
+        more="auto: spectrum for the methods weighted by the loss (fisher, separate), otherwise uniform. Method palu "
+        "has its own allocation. Cross-layer groups are uniform.",
         section="Method",
         advanced=True,
     )
-    rank_multiple: int = setting(1, "Every rank is a multiple of it.", least=1, advanced=True)
+    rank_multiple: int = setting(1, "Number that divides every rank.", least=1, advanced=True)
     window: int = setting(
         0,
-        "Recent tokens that stay exact.",
-        more="A query reads them exactly, its own included; they count in the bytes.",
+        "Residual window: recent tokens kept in full precision.",
+        more="It includes the query's own token and counts in the bytes.",
         least=0,
         section="Budget",
     )
-    sinks: int | None = first_tokens_setting(" or beside a window")
+    sinks: int | None = first_tokens_setting(" or next to a residual window")
     keep_layers: str = keep_layers()
 
     AUTO_METHOD: ClassVar[str] = "fisher"
@@ -56,11 +56,11 @@ class LowRankSettings(RowSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank is not None and self.kv_ratio is not None:
-            raise SurgeryError("give rank or kv_ratio, not both", setting="rank")
+            raise SurgeryError("pass rank or kv_ratio, not both", setting="rank")
         if self.sinks is None and self.bits != "auto":
             object.__setattr__(self, "sinks", 0)
         if self.sinks and not self.window and self.bits is None:
-            raise SurgeryError(f"{self.sinks} sinks and a window of {self.window}: sinks need a window of at least 1")
+            raise SurgeryError(f"sinks {self.sinks}: sinks need a window of at least 1; pass --window")
         if self.bits == "auto":
             usual = type(self).__dataclass_fields__["allocate"].default
             conflicts = {"rank": self.rank is not None, "rank_multiple": self.rank_multiple != 1}
@@ -70,5 +70,5 @@ class LowRankSettings(RowSettings):
             }
             conflicts |= {"window": self.window != 0, "calibration": self.calibration == NO_CALIBRATION}
             refuse_changed(
-                conflicts, f"bits auto chooses ranks and bits by the loss, of method {self.AUTO_METHOD} on text"
+                conflicts, f"bits auto requires method {self.AUTO_METHOD}, calibration text and its own allocation"
             )

@@ -120,9 +120,9 @@ class LowRank(Structure[Source, LowRankSettings]):
         self.earlier = (0,) * opened.layers
         wanted_rank(settings, opened.first)
         if settings.window and any(window is not None for window in opened.windows):
-            raise SurgeryError("--window: layers with a sliding window of their own forget already: leave it out")
+            raise SurgeryError("--window: not supported for models with sliding-window layers; drop --window")
         if settings.window and self.kept:
-            raise SurgeryError("--window: all layers keep exact tokens or none does: leave it or --keep-layers out")
+            raise SurgeryError("--window: must apply to all layers; drop --window or --keep-layers")
         self._group = _Group()
         self._writes: OwnLowRank | None = None
 

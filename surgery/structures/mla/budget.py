@@ -29,7 +29,7 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
     if settings.kv_lora_rank is not None and settings.rope_dim is not None:
         if settings.kv_ratio is not None:
             raise SurgeryError(
-                "give either kv_ratio or both kv_lora_rank and rope_dim, not all three", setting="kv_lora_rank"
+                "pass either kv_ratio or both kv_lora_rank and rope_dim, not all three", setting="kv_lora_rank"
             )
         sizes = [(settings.rope_dim, settings.kv_lora_rank)]
     else:
@@ -46,7 +46,7 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
                 sizes = [_folded_size(budget, pairs)]
         if budget < 2:
             raise SurgeryError(
-                f"kv_ratio {ratio:g} leaves {budget} of {full} numbers per token and layer: ask for more",
+                f"kv_ratio {ratio:g} leaves {budget} of {full} elements per token and layer; raise it",
                 setting="kv_ratio",
             )
     if settings.engine is not None:
@@ -90,15 +90,15 @@ def default_pairs(anatomy: AttentionAnatomy) -> int:
 
 def _check(rope: int, rank: int, reserved: int, full: int, max_rope: int) -> None:
     if rope < 0 or rope > max_rope or rope % 2:
-        raise SurgeryError(f"{rope} rotary dimensions per token are impossible: choose an even number up to {max_rope}")
+        raise SurgeryError(f"rope_dim {rope} is not possible: choose an even number up to {max_rope}")
     if rank < 1:
         raise SurgeryError(
-            f"{rope} rotary dimensions leave a latent of rank {rank}: ask for more bytes with kv_ratio, or for fewer "
-            "rotary dimensions with rope_dim where the engine takes them"
+            f"{rope} rotary dimensions leave a latent of rank {rank}: raise kv_ratio, or lower rope_dim if the engine "
+            "supports it"
         )
     if rope + rank + reserved >= full:
-        numbers = f"{rope} + {rank + reserved} numbers per token"
-        raise SurgeryError(f"{numbers} would not be fewer than the source's {full}: keep fewer")
+        numbers = f"{rope} + {rank + reserved} elements per token"
+        raise SurgeryError(f"{numbers} are not fewer than the source's {full}: lower kv_lora_rank or rope_dim")
 
 
 def _folded_size(budget: int, pairs: int) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def _folds(settings: ConvertSettings, rope: int, pairs: int) -> list[int]:
     """List the folds that divide the frequencies, from the smallest possible to eight times it."""
     if rope == 0 or pairs % (rope // 2):
         raise SurgeryError(
-            f"method transmla keeps {2 * pairs} rotary dimensions or a part that divides it, not {rope}",
+            f"method transmla: rope_dim must divide {2 * pairs}, unlike {rope}",
             setting="method",
         )
     smallest = pairs // (rope // 2)
@@ -121,6 +121,7 @@ def _folds(settings: ConvertSettings, rope: int, pairs: int) -> list[int]:
         return [smallest * 2**i for i in range(4) if pairs % (smallest * 2**i) == 0]
     if settings.freqfold % smallest or pairs % settings.freqfold:
         raise SurgeryError(
-            f"freqfold {settings.freqfold} must be a multiple of {smallest} that divides {pairs}", setting="freqfold"
+            f"freqfold must be a multiple of {smallest} that divides {pairs}, not {settings.freqfold}",
+            setting="freqfold",
         )
     return [settings.freqfold]

@@ -26,8 +26,8 @@ def refuse_longrope(opened: Source) -> None:
     """Raise SurgeryError if rotary frequencies change with the length of the text."""
     if unchanged_length(opened.config) is not None:
         raise SurgeryError(
-            "RoPE longrope changes its frequencies with the length of the text, and the key that heads of MLA share "
-            "rotates by one list of them: convert --to lowrank instead"
+            "longrope changes its frequencies with the context length, but the shared key of MLA has one set of "
+            "frequencies: convert --to lowrank instead"
         )
 
 

@@ -25,15 +25,15 @@ class ConvertSettings(RowSettings):
 
     method: Method = setting(
         "fisher",
-        "How the transform is found.",
-        more="fisher weighs by the loss; the others are for comparison.",
+        "Conversion method.",
+        more="fisher weights errors by the loss; the others are for comparison.",
         section="Method",
         advanced=True,
     )
     kv_lora_rank: int | None = setting(
         None,
-        "Rank of the latent; with the rotary dimensions in place of a ratio, or with a ratio to fix the split.",
-        more="Of a source that is MLA already alone, and half of its rank unless it or a ratio is given.",
+        "Rank of the latent: with rope_dim instead of a ratio, or with a ratio to fix the split.",
+        more="For an MLA source without rope_dim; by default half of its rank.",
         least=1,
         section="Budget",
     )
@@ -48,45 +48,45 @@ class ConvertSettings(RowSettings):
     )
     rope_frequencies: Literal["free", "grid"] = setting(
         "free",
-        "Which frequencies keep RoPE: any, or grid: default RoPE, which every engine loads.",
-        more="grid: the highest ones, once each; an engine sees to it.",
+        "Frequencies that keep RoPE: free (any) or grid (default RoPE, which every engine loads).",
+        more="grid: the highest frequencies, once each; set by engine.",
         section="Method",
         advanced=True,
     )
     freqfold: int | None = setting(
         None,
-        "Neighboring frequencies taken for one, in method transmla.",
+        "Neighboring frequencies that method transmla merges.",
         least=1,
         unset="several are tried",
         advanced=True,
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
-        "Rotary dimensions and ranks of layers: uniform, or by spectrum at the same bytes in all.",
-        more="Layers that differ need the custom model class, method fisher and calibration text; auto: spectrum where "
-        "all three are given and no rank is.",
+        "Allocation of rotary dimensions and ranks to layers: uniform, or by spectrum at the same total bytes.",
+        more="spectrum requires the custom model class, method fisher and calibration text. auto: spectrum if these "
+        "are given and no rank is set.",
         section="Method",
         advanced=True,
     )
     keep_layers: str = keep_layers()
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
-        "What holds the result: stock (deepseek_v3) or own (the custom model class), both with plain values.",
-        more="auto: the custom model class with bits that are chosen by the loss, where the source allows it and no "
-        "setting of ranks is given; else stock where it can.",
+        "Target class: stock (deepseek_v3) or own (the custom model class), both unquantized.",
+        more="auto: the custom model class with packed rows if the source supports it and no rank is set; otherwise "
+        "stock if possible.",
         section="Output",
     )
     latent_norm: Literal["auto", "tiny", "constant"] = setting(
         "auto",
-        "How stock's latent norm is neutralized.",
+        "Method to neutralize the latent norm of the stock class.",
         more="tiny needs rms_norm_eps 1e-6, constant needs biases.",
         section="Output",
         advanced=True,
     )
     engine: Engine | None = setting(
         None,
-        "Write what this engine, or all of them, carries: sizes, frequencies and norm follow; with --to quantized, "
-        "name the engine's own cache.",
+        "Engine that must load the result, or all; sets sizes, frequencies and norm. With --to quantized, prints the "
+        "engine's own cache option.",
         section="Output",
     )
 
@@ -95,29 +95,27 @@ class ConvertSettings(RowSettings):
         if self.bits is not None:
             refuse_changed(
                 self._decided_by_bits(),
-                "bits auto chooses components and their bits by the loss, of method fisher on text",
+                "bits auto requires method fisher, calibration text and its own allocation",
             )
             if self.engine is not None:
                 raise SurgeryError(
-                    f"bits: {self.engine} cannot read a quantized cache of ours; drop --bits and give the engine its "
-                    "own cache dtype, which surgery doctor names",
+                    f"bits: {self.engine} cannot read our quantized cache; drop --bits and set the engine's own cache "
+                    "dtype, which surgery doctor prints",
                     setting="bits",
                 )
             if self.carrier == "stock":
                 raise SurgeryError(
-                    "bits: stock deepseek_v3 keeps a plain cache; drop --carrier stock", setting="carrier"
+                    "bits: stock deepseek_v3 has no quantized cache; drop --carrier stock", setting="carrier"
                 )
             object.__setattr__(self, "carrier", "own")
         elif self.engine is not None:
             self._check_engine()
         if self.sinks and self.bits is None:
-            raise SurgeryError(
-                "sinks are the first tokens that a quantized cache keeps exact: give --bits auto too", setting="sinks"
-            )
+            raise SurgeryError("sinks need a quantized cache: pass --bits auto too", setting="sinks")
         if self.allocate == "spectrum":
             if self.carrier == "stock":
                 raise SurgeryError(
-                    "allocate spectrum: stock deepseek_v3 has one rank for all; drop --carrier stock",
+                    "allocate spectrum: stock deepseek_v3 has one rank for all layers; drop --carrier stock",
                     setting="allocate",
                 )
             object.__setattr__(self, "carrier", "own")
@@ -162,7 +160,7 @@ class ConvertSettings(RowSettings):
         ):
             if getattr(self, name) not in allowed:
                 raise SurgeryError(
-                    f"engine {self.engine} takes {name} {allowed[0]}, not {getattr(self, name)}", setting="engine"
+                    f"engine {self.engine} requires {name} {allowed[0]}, not {getattr(self, name)}", setting="engine"
                 )
         # The dataclass is frozen. Engines load default RoPE only, which overrides the setting.
         object.__setattr__(self, "rope_frequencies", "grid")

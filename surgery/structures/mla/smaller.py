@@ -41,7 +41,7 @@ TAKEN = {
     "method": (("fisher",), "latents are chosen by the loss"),
     "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
-    "bits": ((None,), "rows of its latents are not written yet"),
+    "bits": ((None,), "quantized rows of its latents are not supported yet"),
     "carrier": (("auto", "stock"), "it keeps its class"),
     "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
@@ -104,13 +104,13 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         for name, (allowed, why) in TAKEN.items():
             value = getattr(settings, name)
             if value not in allowed:
-                raise SurgeryError(f"{name} {value}: {reader.path} is MLA already ({kind}), and {why}")
+                raise SurgeryError(f"{name} {value}: {reader.path} is MLA already ({kind}); {why}")
         family = latent_family_of(reader.config)
         if family.inside is not None and not reader.stored_names:
             raise SurgeryError.at(
                 reader.path,
-                f"{kind} alone is loaded by no AutoModelForCausalLM of transformers: convert the whole "
-                f"{family.inside} checkpoint that it is published in",
+                f"{kind} cannot be loaded alone by AutoModelForCausalLM: convert the complete "
+                f"{family.inside} checkpoint that contains it",
             )
         return Source.of(reader, settings, family)
 
@@ -212,7 +212,7 @@ def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
         )
     if settings.kv_lora_rank is not None and settings.kv_ratio is not None:
         raise SurgeryError(
-            "give either kv_ratio or kv_lora_rank: the source is MLA already and keeps its rotary dimensions",
+            "pass either kv_ratio or kv_lora_rank, as an MLA source keeps its rotary dimensions",
             setting="kv_lora_rank",
         )
     result = settings.kv_lora_rank
@@ -221,7 +221,7 @@ def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
         result = 2 * math.floor(share / 2)
     if not 2 <= result < rank or result % 2:
         raise SurgeryError(
-            f"{result} latents: the source has {rank} next to {rope_dim} rotary dimensions, which stay; choose an even "
-            f"kv_lora_rank from 2 to {rank - 1} (transformers' deepseek_v2 reads pairs), or a kv_ratio that leaves some"
+            f"kv_lora_rank {result}: the source has rank {rank} and {rope_dim} rotary dimensions, which stay; choose "
+            f"an even kv_lora_rank from 2 to {rank - 1} (deepseek_v2 of transformers reads pairs), or another kv_ratio"
         )
     return result

@@ -74,8 +74,8 @@ class MLA(Structure[Source, ConvertSettings]):
         refuse_longrope(opened)
         if opened.reader.stored_names and opened.family.axes and mla.METHODS[settings.method].folds:
             raise SurgeryError(
-                f"method {settings.method} takes neighboring rotary pairs for one, and in a picture those of "
-                f"{opened.family.model_type} turn by positions of different axes: leave out --method",
+                f"method {settings.method} merges neighboring rotary pairs, but those of {opened.family.model_type} "
+                "use positions of different image axes: drop --method",
                 setting="method",
             )
         first = opened.first
@@ -99,7 +99,7 @@ class MLA(Structure[Source, ConvertSettings]):
             try:
                 return QuantizedMLA(opened, settings, progress)
             except SurgeryError as error:
-                progress.note(f"without bits: {error}")
+                progress.note(f"no quantized rows: {error}")
         return cls(opened, settings, progress)
 
     @classmethod

@@ -20,8 +20,8 @@ class QuantizedSettings(RowSettings):
 
     bits: Literal["auto", 8, 4, 2] = setting(
         "auto",
-        "Bits of a cached value.",
-        more="auto gives each value the bits that it is worth, within the ratio of bytes; a number gives all the same.",
+        "Bits per cached value.",
+        more="auto allocates bits by channel within the byte budget of the ratio; a number applies to all channels.",
         section="Bits",
     )
     kv_ratio: float | None = setting(None, unset="0.25 with bits auto", section="Budget")
@@ -31,10 +31,12 @@ class QuantizedSettings(RowSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.calibration == NO_CALIBRATION:
-            raise SurgeryError("--to quantized fits its steps to text: drop --calibration none", setting="calibration")
+            raise SurgeryError(
+                "--to quantized requires calibration text: drop --calibration none", setting="calibration"
+            )
         if self.bits != "auto" and self.kv_ratio is not None:
             raise SurgeryError(
-                f"kv_ratio: the bytes follow from bits {self.bits}; leave it out, or give --bits auto",
+                f"kv_ratio: bits {self.bits} determines the bytes; drop kv_ratio, or use --bits auto",
                 setting="kv_ratio",
             )
 
@@ -45,7 +47,7 @@ class QuantizedSettings(RowSettings):
             return None
         bits = option("bits") or "4"
         flags = cache_dtype_flags(engine, int(bits) if bits.isdigit() else bits)
-        return f"nothing to convert, {engine} quantizes its cache itself: {flags}"
+        return f"no conversion needed: {engine} quantizes its cache itself with {flags}"
 
     def ending(self, target: str) -> str:
         """Return the ending of the default output name, with uniform bits."""

@@ -71,6 +71,8 @@ class Quantized(QuantizedRows):
         first = self.opened.first
         dims = [dim for dim in (first.head_dim, first.value_dim) for _ in range(first.kv_heads)]
         if any(dim * bits % 16 for dim in dims):
-            raise SurgeryError(f"bits {bits}: {dims[0]} values of a head fill no pair of bytes; try 8", setting="bits")
+            raise SurgeryError(
+                f"bits {bits}: head size {dims[0]} does not fill whole byte pairs; use 8", setting="bits"
+            )
         rows: Rows = tuple(((PATTERNS[bits], dim * bits // 8),) for dim in dims)
         return dict.fromkeys(self.layers, rows)

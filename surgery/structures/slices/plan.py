@@ -59,15 +59,15 @@ class Origin:
         else:
             raise SurgeryError.at(
                 path,
-                f"no {REPORT} of a conversion to latents next to the weights, which surgery slice needs. Convert again "
-                "if it is lost",
+                f"no {REPORT} of a conversion to latents next to the weights, which surgery slice requires; convert "
+                "the source again",
             )
         if any("energies" not in layer for layer in report["layers"]):
-            raise SurgeryError.at(path, f"{REPORT} does not say what its latents are worth; convert its source again")
+            raise SurgeryError.at(path, f"{REPORT} has no energies of the latents; convert the source again")
         method, settings = target["method"], report["settings"]
         multiple, source_bytes = settings.get("rank_multiple", 1), report["kv"]["source_bytes_per_token"]
         if type(multiple) is not int or multiple < 1 or not 0 < source_bytes < math.inf:
-            raise ValueError("a budget that no conversion had")
+            raise ValueError("invalid budget in the report")
         return cls(
             target,
             source_bytes,
@@ -95,12 +95,12 @@ def plan_slice(
         ValueError: the report does not fit the checkpoint.
     """
     if allocate == "spectrum" and model.stock:
-        raise SurgeryError.at(path, "stock deepseek_v3 has one rank for all layers: --allocate uniform")
+        raise SurgeryError.at(path, "stock deepseek_v3 has one rank for all layers; use --allocate uniform")
     if allocate == "spectrum" and not origin.comparable:
         raise SurgeryError.at(
             path,
-            f"--allocate spectrum compares layers by the loss; its conversion (method "
-            f"{origin.target['method']}) did not measure latents by that: use uniform",
+            f"--allocate spectrum needs latents measured by the loss, which method "
+            f"{origin.target['method']} does not do; use --allocate uniform",
         )
     for energies, ranks in zip(origin.energies, model.ranks, strict=True):
         if any(len(block) < rank for block, rank in zip(energies, ranks, strict=True)):
@@ -111,8 +111,8 @@ def plan_slice(
     if kv_ratio >= (sum(before) + fixed) * share:
         raise SurgeryError.at(
             path,
-            f"keeps {(sum(before) + fixed) * share:.4g} of the KV bytes of what it was converted from: "
-            f"--kv-ratio {kv_ratio:g} is no less",
+            f"has {(sum(before) + fixed) * share:.4g} of the KV bytes of its original source; "
+            f"--kv-ratio {kv_ratio:g} must be less",
         )
     multiple = origin.multiple
     least = multiple * len(before)
@@ -121,7 +121,7 @@ def plan_slice(
         raise SurgeryError.at(
             path,
             f"--kv-ratio {kv_ratio:g} is too small: one latent in multiples of {multiple} in each of "
-            f"{len(before)} blocks and {fixed} other numbers take {(least + fixed) * share:.4g}",
+            f"{len(before)} blocks and {fixed} other elements need {(least + fixed) * share:.4g}",
         )
     if model.stock:
         return {"uniform": _shaped([total // len(before)] * len(before), model)}
@@ -157,5 +157,5 @@ def _history(path: Path) -> Iterator[dict]:
 def _by_block(layer: dict) -> list[Tensor]:
     energies = torch.tensor(layer["energies"], dtype=torch.float64)
     if not bool((energies >= 0).all() and energies.isfinite().all()):
-        raise ValueError("energies that are no shares of a loss")
+        raise ValueError("energies are not shares of a loss")
     return list(energies.split(layer.get("ranks") or [len(energies)]))

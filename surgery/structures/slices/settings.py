@@ -17,20 +17,20 @@ class SliceSettings(ConversionSettings):
 
     kv_ratio: float | None = setting(
         None,
-        "Share of the KV bytes of the model that it was converted from; needed.",
+        "Share of the KV bytes of the original source to keep; required.",
         above=0,
         below=1,
         section="Budget",
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
-        "Ranks of layers: spectrum, by what their latents are worth, or uniform.",
-        more="auto: what has the least held-out loss of both and their mean, where energies of layers compare and the "
-        "class holds ranks that differ.",
+        "Allocation of ranks to layers: spectrum (by energies of the latents) or uniform.",
+        more="auto: uniform, spectrum or their mean, whichever has the lowest held-out loss, if energies are "
+        "comparable and the class supports different ranks.",
     )
     keep_quantised: bool = keep_quantised()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_ratio is None:
-            raise SurgeryError("slice: say how much to keep with --kv-ratio, such as 0.125")
+            raise SurgeryError("slice: --kv-ratio is required, such as --kv-ratio 0.125")
