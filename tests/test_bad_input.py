@@ -55,7 +55,7 @@ def quantized(folder):
 
 CASES = {
     "truncated": (truncate, {}, "truncated|shorter|bytes"),
-    "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "1.self_attn.k_proj.weight holds NaN"),
+    "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "1.self_attn.k_proj.weight contains NaN"),
     "NaN elsewhere": (poison("model.layers.0.mlp.up_proj.weight"), {}, "up_proj|layer 0|not finite|NaN"),
     "unknown model_type": (partial(edit_config, model_type="gemma4"), {}, "model_type 'gemma4' is not supported"),
     "quantized": (quantized, {}, "quantized .quip."),
@@ -81,7 +81,7 @@ CASES = {
         {"kv_ratio": None, "kv_lora_rank": 64, "rope_dim": 8},
         "are not fewer",
     ),
-    "rope too wide": (lambda folder: None, {"rope_dim": 64}, "impossible|budget"),
+    "rope too wide": (lambda folder: None, {"rope_dim": 64}, "not possible|budget"),
     "absent text": (lambda folder: None, {"calibration": "nowhere.txt"}, "nowhere.txt"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), {}, "tokenizer"),
 }

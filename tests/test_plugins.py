@@ -159,7 +159,7 @@ def test_a_program_registers_without_a_package():
             surgery.register_scorer("duo", lambda session: None)
         with pytest.raises(SurgeryError, match="choose one of gqa, lowrank"):
             surgery.register_method("mla", "mine", None)
-        with pytest.raises(SurgeryError, match=r".mine. is a function: wrap it, .*low_rank_methods.Method"):
+        with pytest.raises(SurgeryError, match=r".mine. is a function; wrap it in .*low_rank_methods.Method"):
             surgery.register_method("lowrank", "mine", lambda block, rank: None)
     finally:
         from surgery.common import plugins
@@ -191,5 +191,7 @@ def test_what_is_of_another_class_is_one_line(monkeypatch):
     announced = {"mine": EntryPoint("mine", "math:sqrt", "model_surgery.low_rank_methods")}
     monkeypatch.setattr(plugins, "_announced", lambda kind: announced)
     registry = Registry("low_rank_methods", {}, Method)
-    with pytest.raises(SurgeryError, match=r"'mine' is a builtin_.*: wrap it, surgery.*low_rank_methods.Method\(...\)"):
+    with pytest.raises(
+        SurgeryError, match=r"'mine' is a builtin_.*; wrap it in surgery.*low_rank_methods.Method\(...\)"
+    ):
         registry["mine"]

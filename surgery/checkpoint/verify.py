@@ -33,7 +33,7 @@ def verify_files(path: str | Path, plan: Mapping[str, Described]) -> None:
         elif (info.dtype, info.shape) != (plan[name].dtype, tuple(plan[name].shape)):
             faults.append(f"{name} is {describe(info)} instead of {describe(plan[name])}")
         elif not all(map(all_finite, reader.chunks(name))):
-            faults.append(f"{name} holds NaN or infinity")
+            faults.append(f"{name} contains NaN or infinity")
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise SurgeryError.at(path, f"differs from its plan: {'; '.join(faults[:_SHOWN])}{more}")

@@ -26,7 +26,7 @@ def test_equal(single, sharded, plan):
         ({"extra": torch.ones(1)}, "extra is not in the plan"),
         ({"layers.1.w": torch.ones(6, 4)}, r"layers.1.w is float32 [6, 4] instead of float32 [4, 6]"),
         ({"layers.1.w": torch.ones(4, 6).half()}, "layers.1.w is float16 [4, 6] instead of float32"),
-        ({"layers.1.w": torch.full((4, 6), torch.inf)}, "layers.1.w holds NaN or infinity"),
+        ({"layers.1.w": torch.full((4, 6), torch.inf)}, "layers.1.w contains NaN or infinity"),
         ({"layers.1.w": None, "extra": torch.ones(1)}, "layers.1.w is missing; extra is not in the plan"),
     ],
 )
@@ -75,7 +75,7 @@ def test_non_finite_value_at_the_end_of_many_pieces(tmp_path):
         if name is None:
             verify_files(tmp_path, tensors)
             continue
-        with pytest.raises(SurgeryError, match=f"{name} holds NaN"):
+        with pytest.raises(SurgeryError, match=f"{name} contains NaN"):
             verify_files(tmp_path, tensors)
 
 

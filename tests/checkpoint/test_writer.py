@@ -209,7 +209,7 @@ def test_sidecar_that_is_not_there(tmp_path):
     [
         ("c", A, "c is not in the plan"),
         ("a", A.T, r"a is planned as float32 \[2, 3\] but is float32 \[3, 2\]"),
-        ("a", A.double(), "given as float64"),
+        ("a", A.double(), "but is float64"),
         ("a", torch.full((2, 3), torch.nan), "a contains NaN or infinity"),
         ("b", B / 0, "b contains NaN or infinity"),
     ],
@@ -225,7 +225,7 @@ def test_wrong_tensors_leave_the_disk_as_it_was(tmp_path, disk, name, tensor, wo
 def test_nan_of_every_kind(tmp_path, dtype):
     tensor = torch.tensor([1.0, torch.nan]).to(dtype)
     with (
-        pytest.raises(SurgeryError, match="w holds NaN"),
+        pytest.raises(SurgeryError, match="w contains NaN"),
         CheckpointWriter(tmp_path / "out", {"w": tensor}) as writer,
     ):
         writer.write("w", tensor)
@@ -237,7 +237,7 @@ def test_nan_in_a_copy(tmp_path, single):
     path.write_bytes(path.read_bytes()[:-4] + b"\xff\xff\xff\xff")
     name = next(n for n in reader.names() if torch.isnan(reader.tensor(n)).any())
     with (
-        pytest.raises(SurgeryError, match=f"{name} holds NaN"),
+        pytest.raises(SurgeryError, match=f"{name} contains NaN"),
         CheckpointWriter(tmp_path / "out", {name: reader.info(name)}) as writer,
     ):
         writer.copy(name, reader)

@@ -150,7 +150,9 @@ def _gptq_matrix(module: str, entry: dict[str, Any], store: Store, plus: int, dt
     # Modules may differ in bit width, which follows from the length of ``g_idx``.
     bits = entry.get("bits") if order is None else 32 * rows / max(order.nbytes // order.dtype.itemsize, 1)
     if bits not in BITS or 32 * rows % bits or not rows or not outputs:
-        raise SurgeryError(f"{module}{WORDS}: {describe(words)} of {bits} bits a value is not supported; use {BITS}")
+        raise SurgeryError(
+            f"{module}{WORDS}: {describe(words)} of {bits} bits a value is not supported; use one of {BITS}"
+        )
     bits = int(bits)
     inputs, groups = 32 * rows // bits, scales.shape[0] if scales.shape else 0
     fits = scales.shape == (groups, outputs) and zeros.shape == (groups, -(-outputs * bits // 32)) and groups

@@ -169,7 +169,7 @@ def _check_compressed(entry: dict[str, Any]) -> None:
     if entry.get("transform_config"):
         formats.add("rotated weights (transform_config)")
     if unknown := sorted(formats - FORMATS):
-        raise SurgeryError(f"config.json: compressed-tensors {unknown[0]} is not supported; dequantize it first")
+        raise SurgeryError(f"config.json: compressed-tensors with {unknown[0]} is not supported; dequantize it first")
 
 
 def _bits(entry: dict[str, Any]) -> int:
