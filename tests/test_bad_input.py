@@ -55,7 +55,7 @@ def quantized(folder):
 
 CASES = {
     "truncated": (truncate, {}, "truncated|shorter|bytes"),
-    "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "1.self_attn.k_proj.weight contains NaN"),
+    "NaN in attention": (poison("model.layers.1.self_attn.k_proj.weight"), {}, "attn.k_proj.weight contains NaN"),
     "NaN elsewhere": (poison("model.layers.0.mlp.up_proj.weight"), {}, "up_proj|layer 0|not finite|NaN"),
     "unknown model_type": (partial(edit_config, model_type="gemma4"), {}, "model_type 'gemma4' is not supported"),
     "quantized": (quantized, {}, "quantized .quip."),

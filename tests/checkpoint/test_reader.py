@@ -111,7 +111,7 @@ def test_rows_reads_only_those_rows(single, monkeypatch):
 def test_rows_refuses(single):
     reader = CheckpointReader.open(single)
     for bad in (40, -1):
-        with pytest.raises(SurgeryError, match=f"row {bad} of embed.weight, which has 40 rows"):
+        with pytest.raises(SurgeryError, match=f"embed.weight has no row {bad}, only 40 rows"):
             reader.rows("embed.weight", torch.tensor([0, bad]))
     with pytest.raises(SurgeryError, match=r"layers.10.w is float32 \[7\], not a matrix"):
         reader.rows("layers.10.w", torch.tensor([0]))
