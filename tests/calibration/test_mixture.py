@@ -101,7 +101,7 @@ def test_where_nothing_is_installed_other_documents_are_held_out(tokenizer, monk
 
 def test_too_little_text_is_refused(tokenizer, monkeypatch):
     few(monkeypatch, ["a few words"])
-    with pytest.raises(SurgeryError, match="too little prose for 2 sequences of 64 tokens"):
+    with pytest.raises(SurgeryError, match="not enough prose text for 2 sequences of 64 tokens"):
         build_mixture(tokenizer, {"prose": 1.0}, None, SequenceRequest(128, 64, held_out=1))
 
 

@@ -48,5 +48,5 @@ def test_weights_of_a_norm_over_all_heads_move_with_them():
 
 
 def test_no_order_is_refused():
-    with pytest.raises(ValueError, match="no order of 2 heads"):
+    with pytest.raises(ValueError, match="not a permutation of 2 heads"):
         permute_heads({}, [0, 0])
