@@ -113,8 +113,8 @@ def test_refusals_at_saving(tmp_path):
     "scores, reason",
     [
         (torch.ones(2, 2, dtype=torch.bfloat16), "torch.bfloat16"),
-        (torch.ones(4), "needed"),
-        (torch.ones(0, 4), "needed"),
+        (torch.ones(4), "must be float32"),
+        (torch.ones(0, 4), "must be float32"),
         (torch.tensor([[1.0, 2.0], [3.0, float("nan")]]), "layer 1, KV head 1"),
         (torch.tensor([[float("inf"), 2.0]]), "layer 0, KV head 0"),
     ],
@@ -217,7 +217,7 @@ def test_tables_that_are_none(tmp_path):
     for text, reason in (
         ("1\t2\n1\n", "must be a table"),
         ("a\tb\n", "must be a table"),
-        ("", "needed"),
+        ("", "must be float32"),
         ("1\tnan\n", "not finite"),
     ):
         path.write_text(text)
