@@ -46,7 +46,7 @@ def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reser
                 sizes = [_folded_size(budget, pairs)]
         if budget < 2:
             raise SurgeryError(
-                f"kv_ratio {ratio:g} leaves {budget} of {full} elements per token and layer; raise it",
+                f"kv_ratio {ratio:g} leaves {budget} of {full} elements per token and layer; raise kv_ratio",
                 setting="kv_ratio",
             )
     if settings.engine is not None:
