@@ -64,17 +64,18 @@ VERSIONS = (
 PAGE = ROOT / "docs" / "versions.md"
 INTRODUCTION = f"""# Versions
 
-The package is tested at both ends of the versions that `pyproject.toml` declares. `floor` installs the lower bound of every
-requirement, `newest` the newest compatible releases. Each environment imports all modules of the installed wheel and runs
-{len(TESTS)} test files. They cover the command line, conversions to every target, reloading, slices, earlier checkpoints,
-evaluation, healing and quantized sources. `python tools/versions.py` writes this page, on x86-64 Linux without a GPU.
+The package is tested at both ends of the versions that `pyproject.toml` declares. `floor` installs the lower bound of
+every requirement, `newest` the newest compatible releases. Each environment imports all modules of the installed
+wheel and runs {len(TESTS)} test files. They cover the command line, conversions to every target, reloading, slices,
+earlier checkpoints, evaluation, healing and quantized sources. `python tools/versions.py` writes this page, on x86-64
+Linux without a GPU.
 
 | Python | end | {" | ".join(SHOWN)} | modules imported | tests passed | failed | skipped | date |
 |---|---|{"---|" * len(SHOWN)}---:|---:|---:|---:|---|
 """
 REMARKS = """
-The floor does not install the `kernels` extra: each torch pins a Triton version, and that of the oldest torch is too old.
-On Python 3.10 the newest torch and transformers that can be installed are older releases.
+The floor does not install the `kernels` extra: each torch pins a Triton version, and that of the oldest torch is too
+old. On Python 3.10 the newest torch and transformers that can be installed are older releases.
 """
 
 

@@ -37,7 +37,7 @@ def test_a_conversion_carries_out_the_plan_before_it(checkpoints, tmp_path):
     run_recipe(recipe, tmp_path / "work", QUIET)
     assert before == [path.stat().st_mtime_ns for path in sorted((tmp_path / "work").glob("*.yaml"))]
     other = write(tmp_path, {"plan": {"name": "chosen", "source": source, **settings, "kv_ratio": 0.25}})
-    with pytest.raises(SurgeryError, match=r"chosen\.yaml: was made from another source or with other settings"):
+    with pytest.raises(SurgeryError, match=r"chosen\.yaml: exists, but from another source or with other settings"):
         run_recipe(other, tmp_path / "work", QUIET)
 
 
