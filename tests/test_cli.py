@@ -132,7 +132,7 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         ("doctor", "absent"): absent,
         ("export", "absent", "--engine", "llama.cpp"): absent,
         ("run", "recipe.yaml"): "did you mean kv_ratio?",
-        ("bench", "decode", "absent"): "absent: no folder, and no shape either: choose llama3-8b",
+        ("bench", "decode", "absent"): "absent: not a folder or a known shape; choose from llama3-8b",
         ("bench", "decode", "full", "--kernels", "mine"): "--kernels mine: choose both",
     }
     process = launch(json.dumps(list(cases)), code=MISTAKES, cwd=tmp_path)

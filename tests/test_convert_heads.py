@@ -164,7 +164,9 @@ def test_a_ratio_is_one_of_whole_heads():
 
     assert [heads(4, ratio) for ratio in (0.25, 0.5, None)] == [1, 2, 2]
     assert heads(6, 0.33) == 2 and heads(6, 0.333) == 2 and heads(9, None) == 3
-    with pytest.raises(SurgeryError, match=r"--kv-ratio 0\.3: of 4 KV heads .*; 0\.25 gives 1, 0\.5 gives 2$"):
+    with pytest.raises(
+        SurgeryError, match=r"--kv-ratio 0\.3: does not give a divisor of the 4 KV heads; 0\.25 gives 1, 0\.5 gives 2$"
+    ):
         heads(4, 0.3)
     with pytest.raises(SurgeryError, match=r"0\.1667 gives 1, 0\.3333 gives 2, 0\.5 gives 3$"):
         heads(6, 0.9)
@@ -255,7 +257,7 @@ def test_decilm(wide, tmp_path):
         ({"model_type": "qwen2"}, "DeciLM holds llama only"),
         ({"attention_bias": True}, "biases"),
         ({"head_dim": 16}, "head_dim is 16"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rotation"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "RoPE types"),
         ({"intermediate_size": 48}, "48 is not a multiple of 256; use --carrier own"),
     ],
 )

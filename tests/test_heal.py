@@ -297,7 +297,7 @@ HEAL_STEP = {"name": "h", "student": "s", "teacher": "t"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"launcher": "fsdp3"}, r"step h: launcher fsdp3: .*did you mean fsdp2\?"),
+        ({"launcher": "fsdp3"}, r"step h: unknown launcher fsdp3: .*did you mean fsdp2\?"),
         ({"processes": 0}, "step h: processes must be a whole number"),
         ({"processes": "two"}, "step h: processes must be a whole number"),
         ({"measure": {"window": 2}}, "did you mean windows"),
@@ -318,7 +318,7 @@ def test_mistakes_of_heal_steps_are_told_before_anything_runs(tmp_path, settings
 def test_a_tracker_is_refused_before_the_training_is_launched(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
     monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained"))
-    with pytest.raises(SurgeryError, match="tracker 'magic' is unknown"):
+    with pytest.raises(SurgeryError, match="unknown tracker 'magic'"):
         heal_checkpoint(request(source, student, tmp_path / "out", tracker="magic"))
     assert not list(tmp_path.glob("out*"))
 

@@ -111,7 +111,7 @@ def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class
 def test_every_target_that_needs_the_own_class_says_why(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
     words = {"lowrank": "rebuilds", "crosslayer": "share a cache", "quantized": "packed rows"}
-    words["hybrid --streaming 1"] = "window"
+    words["hybrid --streaming 1"] = "streaming heads in one layer"
     for name, word in words.items():
         target = targets[f"surgery convert --to {name}"]
         assert target["class"] == "surgery" and word in target["reasons"][0], name

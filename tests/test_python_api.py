@@ -129,7 +129,7 @@ def test_scored_heads_make_a_hybrid(checkpoints, here):
         (lambda: surgery.convert("builtin", kv_ration=0.5), "unknown setting 'kv_ration'; did you mean kv_ratio?"),
         (lambda: surgery.convert("builtin", kv_ratio="half"), "kv_ratio must be a number, not 'half'"),
         (lambda: surgery.convert("nowhere"), "nowhere: no such folder"),
-        (lambda: surgery.convert(3), "a int is no model"),
+        (lambda: surgery.convert(3), "unsupported model type int"),
         (lambda: surgery.convert("builtin", config="mla-everywher"), "did you mean mla-everywhere?"),
         (lambda: surgery.slice("builtin", 2.0), "kv_ratio 2.0 must lie between 0 and 1"),
         (lambda: surgery.evaluate("builtin", task="loss"), "evaluate: unknown setting 'task'; did you mean tasks?"),

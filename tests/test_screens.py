@@ -275,4 +275,4 @@ def test_where_models_run_is_told_in_one_way():
         path: (each.metavar, each.help.partition(": ")[2]) for path, each in devices.items() if path != ("heal",)
     }
     assert len(settings) > 6
-    assert set(settings.values()) == {("NAME", "cpu, cuda, cuda:1 …; auto is cuda if there is one. [auto]")}
+    assert set(settings.values()) == {("NAME", "cpu, cuda, cuda:1 …; auto is cuda if available. [auto]")}

@@ -58,7 +58,7 @@ def test_earlier_commands_print_what_the_new_ones_do(old, new, monkeypatch, caps
 
 
 def test_options_without_what_they_are_for_are_refused(monkeypatch, capsys):
-    for arguments, option in ((["run", "--dry-run"], "recipe"), (["doctor", "builtin", "--gpu"], "--gpu")):
+    for arguments, option in ((["run", "--dry-run"], "RECIPE"), (["doctor", "builtin", "--gpu"], "--gpu")):
         code, shown, told = run_main(monkeypatch, capsys, *arguments)
         assert (code, shown) == (1, "") and option in told
 

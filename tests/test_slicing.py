@@ -344,7 +344,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
     shutil.copytree(constant, real)
     _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
     for source, ratio, message in (
-        (checkpoints("llama"), 0.25, "a llama checkpoint caches no latents to slice; convert it"),
+        (checkpoints("llama"), 0.25, "model_type 'llama' has no latents to slice; convert it"),
         (in_groups, 0.25, "quantized; slice its source"),
         (plain, 0.25, "the family's own attention"),
         (loss_increase, 0.25, "which surgery slice requires"),

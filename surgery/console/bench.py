@@ -43,7 +43,7 @@ def _remark(row: dict, gate: dict) -> str | None:
     if "skipped" in row:
         return row["skipped"]
     if "seconds" not in row:
-        return "right" if gate["passed"] else "wrong: not timed"
+        return "correct" if gate["passed"] else "wrong: not timed"
     others = [(each["seconds"], name) for name, each in row.get("baselines", {}).items() if "seconds" in each]
     return f"{min(others)[1]} {_time(min(others)[0])}" if others else None
 

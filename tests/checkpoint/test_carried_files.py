@@ -140,7 +140,7 @@ def test_links_to_files_that_are_not_carried_are_refused(copy, target, monkeypat
     (copy / "LICENSE").unlink()
     (copy / "LICENSE").symlink_to(target)
     reader = CheckpointReader.open(copy)
-    with pytest.raises(SurgeryError, match=r"LICENSE: a link to .*--follow-links"):
+    with pytest.raises(SurgeryError, match=r"LICENSE: is a link to .*--follow-links"):
         CarriedFiles.of(reader)
     monkeypatch.setenv(FOLLOW_LINKS, "1")
     assert "LICENSE" in CarriedFiles.of(reader).names

@@ -82,8 +82,8 @@ def test_a_tokenizer_that_hides_the_answer_is_refused(tokenizer):
     [
         ({"length": 64}, "4 facts and a question take"),
         ({"length": 10**6}, "too few for windows of 1000000"),
-        ({"facts": 0}, "0 planted facts"),
-        ({"facts": len(NAMES) + 1}, "25 planted facts"),
+        ({"facts": 0}, "planted facts must be from 1 to 24, not 0"),
+        ({"facts": len(NAMES) + 1}, "planted facts must be from 1 to 24, not 25"),
     ],
 )
 def test_impossible_prompts(tokenizer, filler, request_, message):

@@ -122,11 +122,11 @@ KEEP = {"kv_ratio": 0.1}
         ([{"convert": {"name": "first", "source": "frst"}}], "step first: frst: no such folder"),
         (
             [{"convert": {"name": "half", "source": "builtin"}}, {"slice": {"name": "s", "source": "halv", **KEEP}}],
-            r"step s: halv: no earlier step makes it, .*; did you mean half\?",
+            r"step s: halv: neither an earlier step nor an existing folder; did you mean half\?",
         ),
         (
             [{"slice": {"name": "s", "source": "a", **KEEP}}, STEP],
-            "step s: a is not an output of an earlier step; move it up",
+            "step s: a is not an output of an earlier step; reorder the steps",
         ),
         ([{"convert": {"name": "a", "source": "a"}}], "step a: a is not an output of an earlier step"),
         (

@@ -287,7 +287,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     [
         ({"kv_lora_rank": 16}, "kv_lora_rank 16: the source has rank 16"),
         ({"kv_lora_rank": 7}, "an even"),
-        ({"kv_ratio": 0.3}, "-2 latents"),
+        ({"kv_ratio": 0.3}, "kv_lora_rank -2"),
         ({"kv_ratio": 0.5, "kv_lora_rank": 8}, "either kv_ratio or kv_lora_rank"),
         ({"rope_dim": 4}, "keeps its 8 rotary dimensions"),
         ({"method": "transmla"}, "chosen by the loss"),

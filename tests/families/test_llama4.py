@@ -77,7 +77,7 @@ def test_a_layer_of_full_rank_is_the_source_far_beyond_a_chunk(form, attention):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": ["full_attention"] * 3}, "layer 0 of llama4_text rotates and attends to all tokens"),
+        ({"layer_types": ["full_attention"] * 3}, "layer 0 of llama4_text must not have RoPE with full attention"),
         ({"no_rope_layers": [1, 1, 1], "layer_types": None}, "all layers use chunked attention"),
     ],
 )

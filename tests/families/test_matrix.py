@@ -100,7 +100,7 @@ ELSEWHERE = {
 REFUSED = {
     ("stablelm", "crosslayer"): "stablelm layers pass .* convert --to lowrank",
     ("gemma3_window", "gqa"): "with a q/k-norm",
-    ("gpt_oss", "hybrid"): "learned sinks, .* convert --to gqa",
+    ("gpt_oss", "hybrid"): "learned sinks; convert --to gqa",
     ("falcon3", "gqa"): "one KV head already",
     ("olmo2", "gqa"): "with a q/k-norm",
     ("ministral3", "crosslayer"): "scales queries by position",

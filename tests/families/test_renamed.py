@@ -75,8 +75,8 @@ def test_rows_of_a_stored_tensor_are_read_in_any_ranges(checkpoints, name):
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "only False is supported"),
-        ("gpt2", {"scale_attn_weights": False}, "only True is supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "must be False for gpt2"),
+        ("gpt2", {"scale_attn_weights": False}, "must be True for gpt2"),
         ("gpt2", {"add_cross_attention": True}, "crossattention.* is missing"),
         ("gpt2", {"n_head": None}, "n_head"),
         ("gpt_neox", {"num_attention_heads": 0}, "num_attention_heads"),
@@ -143,7 +143,7 @@ def test_embeddings_can_be_replaced():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 6.0}}, "over max_position_embeddings.* remove rope_scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 6.0}}, "beyond max_position_embeddings.* remove rope_scaling"),
         ({"qkv_bias": True, "bias": False}, "qkv_bias"),
     ],
 )

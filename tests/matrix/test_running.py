@@ -296,11 +296,11 @@ NAMES = ("paged|eager", "paged|sdpa", "flex_attention", "nonsense")
 def test_attention_that_is_not_for_converted_models_is_refused_in_one_line(name, implementation):
     """QwenLM/Qwen3-VL#1682, huggingface/transformers#31741: tracebacks where an attention is not supported."""
     model = copy.deepcopy(written_model(name))
-    with pytest.raises(ValueError, match=r"This model takes eager, sdpa") as refusal:
+    with pytest.raises(ValueError, match=r"This model supports eager, sdpa") as refusal:
         model.set_attn_implementation(implementation)
     assert "\n" not in str(refusal.value) and "http" not in str(refusal.value)
     model.get_decoder().config._attn_implementation = implementation
-    with pytest.raises(ValueError, match=r"This model takes eager, sdpa"):
+    with pytest.raises(ValueError, match=r"This model supports eager, sdpa"):
         model(input_ids=tokens())
 
 

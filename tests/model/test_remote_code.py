@@ -109,7 +109,7 @@ def test_a_subclass_stays_itself():
 
 
 def test_code_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"no sparse_attention\.py"):
+    with pytest.raises(ValueError, match=r"sparse_attention\.py, which config\.json requires"):
         part("sparse_attention")
 
 

@@ -189,7 +189,7 @@ def test_memory_is_a_share_of_what_all_sequences_hold(checkpoints, plan):
     by_memory = make_plan(source, PlanSettings(memory=f"{0.4 * cache_bytes(values) / 1024:.6f}KiB", **settings))
     assert by_memory.budget["kv_ratio"] == pytest.approx(0.4, abs=1e-4)
     assert by_memory.chosen.kv_bytes <= 0.4 * cache_bytes(values)
-    with pytest.raises(SurgeryError, match="no conversion needed"):
+    with pytest.raises(SurgeryError, match="nothing to convert"):
         make_plan(source, PlanSettings(memory="1GiB", **settings))
 
 
@@ -465,7 +465,7 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
     assert "--bits auto" in " ".join(out.split())
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["to"] in ("lowrank", "quantized")
     assert "lowrank, bits auto" in (tmp_path / "plan.svg").read_text()
-    beyond = "context 1,024 is beyond the model's 256 positions"
+    beyond = "context 1,024 exceeds the model's 256 positions"
     assert beyond in out and beyond in error
     code, _, error = run_main(monkeypatch, capsys, *arguments, "--out", tmp_path / "plan.yaml")
     assert code == 1 and "exists" in error

@@ -98,7 +98,7 @@ def test_finds_the_layers_of_wrapped_models(wrapper):
 
 
 def test_models_without_layers_are_refused():
-    with pytest.raises(SurgeryError, match="Linear: has no layers"):
+    with pytest.raises(SurgeryError, match="Linear: layers without self_attn"):
         decoder_of(nn.Linear(2, 2))
 
 

@@ -220,12 +220,12 @@ def test_other_parts_than_asked_for_are_not_made():
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"kl": -1}, "kl: -1.0 is no weight"),
-        ({"hidden": math.nan}, "hidden: nan is no weight"),
+        ({"kl": -1}, "kl: weight must be a finite number >= 0, not -1.0"),
+        ({"hidden": math.nan}, "hidden: weight must be a finite number >= 0, not nan"),
         ({"attention": "much"}, "attention must be a number, not 'much'"),
         ({"kl": 0}, "all objective weights are 0"),
-        ({"temperature": 0}, "temperature 0.0: a positive"),
-        ({"jsd_beta": 1.5}, "jsd_beta 1.5"),
+        ({"temperature": 0}, "temperature must be a positive number, not 0.0"),
+        ({"jsd_beta": 1.5}, "jsd_beta must be a number from 0 to 1, not 1.5"),
         ({"kll": 1}, "did you mean kl"),
     ],
 )

@@ -175,7 +175,7 @@ def test_goes_on_where_it_stopped(tmp_path, small_shards):
         TeacherLogits(tmp_path, IDENTITY).fill(stopping, batch=1)
     cache = TeacherLogits(tmp_path, IDENTITY)
     assert cache.missing() == [range(3, 6), range(6, 7)]
-    with pytest.raises(SurgeryError, match=r"shard-00001\.safetensors: is not written yet"):
+    with pytest.raises(SurgeryError, match=r"shard-00001\.safetensors: is missing"):
         cache.read(3)
     calls = []
     cache.fill(teacher_of(calls))
@@ -228,7 +228,7 @@ def test_shard_size_of_an_older_cache_is_kept(tmp_path, small_shards, monkeypatc
 
 def test_bad_use(tmp_path, small_shards):
     cache = TeacherLogits(tmp_path, IDENTITY)
-    with pytest.raises(SurgeryError, match="number 7 is asked for"):
+    with pytest.raises(SurgeryError, match="sequence 7 is out of range"):
         cache.read(7)
     cache.fill(teacher_of())
     (tmp_path / "shard-00002.safetensors").write_bytes(b"12345678" * 3)

@@ -29,7 +29,7 @@ def test_without_a_gpu_results_are_looked_at_and_nothing_is_timed(tmp_path):
     assert [each["gate"]["passed"] for each in record["rows"]] == [True, True]
     assert not any("seconds" in each for each in record["rows"])
     assert record["ceilings"] is None and "not timed on the cpu device" in record["note"]
-    assert message[0].startswith("mla_decode tiny 48+16 batch 2 context 40: right")
+    assert message[0].startswith("mla_decode tiny 48+16 batch 2 context 40: correct")
 
 
 def test_time_that_is_over_and_inputs_that_do_not_fit(tmp_path, monkeypatch):
