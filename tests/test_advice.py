@@ -29,4 +29,4 @@ def test_where_nothing_applies_nothing_is_said(checkpoints, capsys, monkeypatch)
     inspection = inspect_checkpoint(checkpoints("llama"))
     assert inspection.advice == {}
     show_inspection(inspection)
-    assert "what to take" not in capsys.readouterr().out
+    assert "recommended (" not in capsys.readouterr().out

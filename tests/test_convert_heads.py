@@ -134,7 +134,7 @@ def test_report_and_card_say_what_it_is(converted):
     assert report["target"]["to"] == "mqa" and report["target"]["kv_heads"] == 1
     assert report["layers"][0]["groups"] == [[0, 1]] and set(report["layers"][0]["measured"]) == {"merged"}
     card = (path / "README.md").read_text()
-    assert "1 KV heads in place of 2" in card and "multi-query" in card and "import surgery" not in card
+    assert "1 KV heads instead of 2" in card and "multi-query" in card and "import surgery" not in card
     planted = report["calibration"]["recall"]
     assert planted > 0 and f"{planted:.0%} of the text has facts planted" in card
 

@@ -197,7 +197,7 @@ def test_a_converted_checkpoint_says_what_it_caches(kind, tmp_path, capsys):
     show_inspection(inspection)
     output = capsys.readouterr().out
     assert "surgery over llama" in output
-    assert ("keys rebuilt from latents of 32" if kind == "low_rank" else "latent of 16 and 16 rotary") in output
+    assert ("keys rebuilt from latents of rank 32" if kind == "low_rank" else "latent rank 16, 16 rotary") in output
 
 
 def test_layers_that_share_a_cache_have_no_bytes_of_their_own(tmp_path):
@@ -205,7 +205,7 @@ def test_layers_that_share_a_cache_have_no_bytes_of_their_own(tmp_path):
     model.save_pretrained(tmp_path)
     inspection = inspect_checkpoint(tmp_path)
     assert inspection.kv["bytes_at"][CONTEXTS[-1]] == model.kv_cache_bytes(1, CONTEXTS[-1])
-    assert not any("a token" in line for line in inspection.architecture["attention"])
+    assert not any("per token" in line for line in inspection.architecture["attention"])
 
 
 def test_many_kinds_of_layers_are_shown_by_ranges():
@@ -218,5 +218,5 @@ def test_stock_mla_is_inspected(tmp_path):
     config = stock_mla(bench_models.source_config("tiny"), 24, 8)
     bench_models.random_model(config, torch.device("cpu")).save_pretrained(tmp_path)
     alone = inspect_checkpoint(tmp_path)
-    assert alone.architecture["attention"][0].startswith("2 layers: latent of 24 and 8 rotary dimensions")
+    assert alone.architecture["attention"][0].startswith("2 layers: latent rank 24, 8 rotary dimensions")
     assert alone.kv["bytes_per_token"] == 2 * (24 + 8) * 4 and alone.targets == []

@@ -75,7 +75,7 @@ def test_the_wheel_runs_away_from_the_repository(built, tmp_path):
     message = release.try_wheel(built[1], tmp_path)
     assert message["--version"].strip() == __version__
     assert "Usage: surgery" in message["--help"]
-    assert "what it can become" in message["inspect builtin"] and "best in quality" in message["inspect builtin"]
+    assert "possible conversions" in message["inspect builtin"] and "best quality" in message["inspect builtin"]
     assert "testbed-mla" in message["run"] and "mla-everywhere" in message["config"]
 
 

@@ -104,7 +104,7 @@ def test_paths_and_commands_are_published_without_folders(published, hub, monkey
     assert lineage(report) == lineage(before)
     assert before["settings"]["held_out_text"] == "/home/me/held.txt"  # here it stays
     output = " ".join(output.split())
-    for expected in ("held.txt", "surgery convert base", "model.safetensors", "to be seen by everybody"):
+    for expected in ("held.txt", "surgery convert base", "model.safetensors", "visible to everybody"):
         assert expected in output
 
 

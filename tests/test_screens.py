@@ -184,8 +184,10 @@ def test_a_healing_is_told_against_what_it_began_with_and_the_source():
         {"name": name, "loss": loss, **row} for name, loss in (("source", 2.0), ("converted", 2.5), ("healed", 2.1))
     ]
     message = verdicts.of_healing({"table": table})
-    assert message.startswith("healing changed -0.4000 nats per token (perplexity -33.0%), recall 0.50 → 0.50")
-    assert message.endswith("now +0.1000 nats per token (perplexity +10.5%) from the source")
+    assert message.startswith(
+        "healing changed the loss by -0.4000 nats per token (perplexity -33.0%), recall 0.50 → 0.50"
+    )
+    assert message.endswith("now +0.1000 nats per token (perplexity +10.5%) relative to the source")
     assert verdicts.of_healing({"table": []}) is None
 
 
@@ -194,7 +196,7 @@ def test_a_healing_ends_in_how_to_measure_it(capsys):
     facts |= {"peak_memory_bytes": 1, "ended": "max_steps", "tracker_failed": None}
     show_healed(Healed(Path("healed"), facts, "source"))
     assert capsys.readouterr().out.endswith(
-        "healed: what that won back was not measured\n"
+        "healed: loss and recall were not measured\n"
         "Next: surgery eval healed --baseline source\n      surgery doctor healed\n"
     )
     show_healed(Healed(Path("healed"), facts, str(demo_model())))
@@ -206,10 +208,10 @@ def test_a_healing_ends_in_how_to_measure_it(capsys):
 def test_checks_are_counted_in_the_end(capsys):
     checks = [Check("files", outcome, "") for outcome in ("passed", "passed", "not checked")]
     show_checks(Checked(str(demo_model()), checks), as_json=False)
-    end = "builtin: of 3 checks 2 passed, 1 not checked\nNext: surgery doctor builtin\n"
+    end = "builtin: 3 checks: 2 passed, 1 not checked\nNext: surgery doctor builtin\n"
     assert capsys.readouterr().out.endswith(end)
     show_checks(Checked("ckpt", [*checks, Check("files", "failed", "")]), as_json=False)
-    assert capsys.readouterr().out.endswith("ckpt: of 4 checks 2 passed, 1 not checked, 1 failed\n")
+    assert capsys.readouterr().out.endswith("ckpt: 4 checks: 2 passed, 1 not checked, 1 failed\n")
 
 
 def test_what_is_exported_of_the_demo_model_lies_in_the_working_folder(monkeypatch, capsys):
@@ -235,13 +237,15 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     output = capsys.readouterr().out
     assert len(output.splitlines()) <= 34
     assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in output and "128k" not in output
-    assert "no text was read" in output
-    assert "  best in quality: --to lowrank --bits auto (25.0%)\n" in output
+    assert "not measured here" in output
+    assert "  best quality: --to lowrank --bits auto (25.0%)\n" in output
     assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto (6.2%)\n" in output
     assert "  for vLLM on CPU: --to mla (25.0%), then surgery heal\n" in output
-    assert "--to hybrid" not in output[output.index("what to take") :]
+    assert "--to hybrid" not in output[output.index("recommended (") :]
     # No memory and no context: of a model of few positions it would be warned of, and what fits has nothing to choose.
-    assert re.search(r"\nNext: surgery plan CKPT --kv-ratio 0.25 +what loses least at a quarter, measured\n", output)
+    assert re.search(
+        r"\nNext: surgery plan CKPT --kv-ratio 0.25 +measures which loses least at a quarter of the bytes\n", output
+    )
     show_inspection(inspection, verbose=True)
     assert len(capsys.readouterr().out.splitlines()) > 60
 
@@ -252,7 +256,7 @@ def test_an_inspection_of_a_wide_model_names_what_vllm_reads_on_a_gpu(tmp_path, 
     random_model(LlamaConfig(**shape, **heads, max_position_embeddings=4096)).save_pretrained(tmp_path)
     show_inspection(inspect_checkpoint(tmp_path))
     flags = "--to mla --engine vllm --kv-lora-rank 512 --rope-dim 64"
-    assert f"for vLLM on CUDA (its own check, not run), vLLM on CPU: {flags} (28.1%)" in capsys.readouterr().out
+    assert f"for vLLM on CUDA (passes its own check, not run), vLLM on CPU: {flags} (28.1%)" in capsys.readouterr().out
 
 
 def test_a_report_of_a_version_that_fitted_layers_is_still_shown():
@@ -266,7 +270,7 @@ def test_bytes_of_what_drops_tokens_are_told_with_the_length():
     kv = {"ratio": 0.992, "peak_ratio": 1.15, "measured_at_tokens": 64, "ratio_at": {"4096": 0.2, "40000": 0.05}}
     stages = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
     message = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
-    assert message.startswith("20.0% of the KV bytes at 4k, 5.0% at 40,000; what that cost was not measured")
+    assert message.startswith("20.0% of the KV bytes at 4k, 5.0% at 40,000; loss not measured")
 
 
 def test_where_models_run_is_told_in_one_way():

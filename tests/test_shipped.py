@@ -38,7 +38,7 @@ def test_a_file_of_ones_own_comes_first(kind, tmp_path, monkeypatch):
 def test_listed_and_printed(monkeypatch, capsys):
     code, listed, _ = run_main(monkeypatch, capsys, "config")
     assert code == 0 and "mla-everywhere" in listed and "default RoPE" in listed
-    assert "\nNext: surgery convert CKPT --config NAME --dry-run   what it would take\n" in listed
+    assert "\nNext: surgery convert CKPT --config NAME --dry-run   estimates memory, disk and time\n" in listed
     code, printed, _ = run_main(monkeypatch, capsys, "run", "--json")
     assert "testbed-mla" in [each["name"] for each in json.loads(printed)["recipes"]]
 

@@ -141,11 +141,11 @@ def forget_hashes(path):
     ("damage", "caught", "words"),
     [
         (flip, "files", "model.safetensors was changed after it was written"),
-        (swap, "logits", "differ from those on record"),
+        (swap, "logits", "differ from the report's"),
         (
             partial(edit_config, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
             "logits",
-            "differ from those on record",
+            "differ from the report's",
         ),
     ],
 )

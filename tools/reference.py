@@ -24,8 +24,8 @@ from surgery.training.settings import HealSettings
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference
 
-Made from the code by `python tools/reference.py`. Every setting has one name: `kv_ratio` in a file and in Python is
-`--kv-ratio` on the command line. `surgery config NAME` prints the settings of a target or command as a file to change.
+Generated from the code by `python tools/reference.py`. Every setting has one name: `kv_ratio` in a file and in Python
+is `--kv-ratio` on the command line. `surgery config NAME` prints the settings of a target or command as a file to edit.
 """
 FUNCTIONS = ("inspect", "plan", "convert", "slice", "heal", "evaluate", "score_heads", "accelerate", "decelerate")
 FUNCTIONS += ("register_structure", "register_family", "register_scorer", "register_task", "register_method")
@@ -33,9 +33,9 @@ FUNCTIONS += ("register_structure", "register_family", "register_scorer", "regis
 
 def page() -> str:
     """Return the whole page."""
-    parts = [HEAD, "## Verbs\n", _verbs(), "## Settings\n"]
+    parts = [HEAD, "## Commands\n", _verbs(), "## Settings\n"]
     common = settings_of(ConversionSettings)
-    parts += ["### Of every conversion\n", _table(common)]
+    parts += ["### Settings of every conversion\n", _table(common)]
     for target in TARGETS.working().values():
         if target.fixed or not target.home.startswith("surgery."):
             continue  # an alias, or a target of a plugin

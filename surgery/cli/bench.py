@@ -17,9 +17,11 @@ from surgery.common.ownership import check_file
 
 bench = typer.Typer(cls=Verbs, help="Measure time and memory.", no_args_is_help=True)
 
-OutOption = Annotated[Path, option("--out", "DIR", "Folder for the records (JSON); written as it goes.")]
+OutOption = Annotated[Path, option("--out", "DIR", "Folder for the records (JSON), written after each measurement.")]
 OverwriteOption = Annotated[bool, flag("--overwrite", "Replace earlier records.")]
-LimitOption = Annotated[float | None, option("--limit", "SECONDS", "Begin nothing more after so long. [no limit]")]
+LimitOption = Annotated[
+    float | None, option("--limit", "SECONDS", "Start no new measurement after this time. [no limit]")
+]
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 
 
@@ -59,7 +61,9 @@ def bench_decode(
     models: Annotated[
         list[str], typer.Argument(metavar="CKPT|SHAPE...", help="Folders, or llama2-7b, llama3-8b, llama3-1b.")
     ],
-    to: Annotated[str, option("--to", "NAMES", "What shapes become: mla, mla-own, mla-bits, lowrank, gqa.")] = "mla",
+    to: Annotated[
+        str, option("--to", "NAMES", "Targets that shapes are converted to: mla, mla-own, mla-bits, lowrank, gqa.")
+    ] = "mla",
     rank: Annotated[int, option("--rank", "N", "Rank of the latent of converted shapes.")] = 512,
     rope_dim: Annotated[int, option("--rope-dim", "N", "Rotary dimensions next to it.")] = 64,
     contexts: Annotated[str, option("--contexts", "SIZES", "Tokens of the cache.")] = "8k,32k,128k",

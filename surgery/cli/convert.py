@@ -78,16 +78,18 @@ def convert(
         option(
             "--to",
             "NAME",
-            f"What the attention becomes: {described()}. With --help: the options of that one. [{DEFAULT}]",
+            f"Target structure: {described()}. With --help, shows its options. [{DEFAULT}]",
         ),
     ] = None,
     out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-TARGET, next to it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,
     config: ConfigOption = None,
-    plan: Annotated[Path | None, option("--plan", "FILE", "What surgery plan chose; flags win over it.")] = None,
+    plan: Annotated[
+        Path | None, option("--plan", "FILE", "Plan file of surgery plan --out; flags override it.")
+    ] = None,
     heal: Annotated[
         str | None,
-        option("--heal", "DURATION", "Then train the result on the source's predictions, for 5m, 300s or 1h30m."),
+        option("--heal", "DURATION", "Then heal the result by distillation from the source, for 5m, 300s or 1h30m."),
     ] = None,
     dry_run: DryRunOption = False,
     restart: RestartOption = False,

@@ -13,7 +13,7 @@ from surgery.common.errors import SurgeryError
 
 def doctor(
     checkpoint: Annotated[str | None, typer.Argument(metavar="CKPT", help=f"{CHECKPOINT} [this machine]")] = None,
-    gpu: Annotated[bool, flag("--gpu", "Without a checkpoint: ask for accelerators too, which imports torch.")] = False,
+    gpu: Annotated[bool, flag("--gpu", "Without a checkpoint: list accelerators too; imports torch.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show which engines load a checkpoint, with which command and KV bytes, and why others do not.
@@ -52,7 +52,7 @@ def export(
     checkpoint: CheckpointArgument,
     engine: Annotated[str, option("--engine", "NAME", "llama.cpp: writes a GGUF.")],
     out: Annotated[Path | None, option("--out", "FILE", "File to write. [CKPT.gguf]")] = None,
-    weights: Annotated[str, option("--weights", "bf16|f16|q8_0|f32", "What the large tensors are stored in.")] = "bf16",
+    weights: Annotated[str, option("--weights", "bf16|f16|q8_0|f32", "Dtype of the large tensors.")] = "bf16",
     tokenizer_from: Annotated[
         Path | None,
         option(

@@ -35,14 +35,14 @@ def evaluate(
         option(
             "--baseline",
             "SRC|builtin|smollm2",
-            "What the others are compared with: their source; builtin is the demo model.",
+            "Model to compare with, usually the source; builtin is the demo model.",
         ),
     ] = None,
     out: Annotated[Path | None, option("--out", "DIR", "Folder of results and report. [CKPT-eval]", OUTPUT)] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace a report of other models or tasks.", OUTPUT)] = False,
     config: ConfigOption = None,
     trust_remote_code: Annotated[
-        bool, flag("--trust-remote-code", "Run code that lies next to the weights."), ADVANCED
+        bool, flag("--trust-remote-code", "Run the code stored next to the weights."), ADVANCED
     ] = False,
     allow_pickle: PickleOption = False,
     restart: RestartOption = False,
@@ -111,11 +111,11 @@ def evaluate(
 
 def compare(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="report.json files, or their folders.")],
-    out: Annotated[Path | None, option("--out", "DIR", "Write the merged report there, in all its forms.")] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder for the merged report, in all formats.")] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier report.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Merge reports that were made at different times, if they measured the same data with the same settings.
+    """Merge reports of several evaluations, if they measured the same data with the same settings.
 
     Example:
 
@@ -143,19 +143,21 @@ def compare(
 def run(
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of one that ships. [a list of those]"),
+        typer.Argument(metavar="RECIPE", help="YAML file of steps, or the name of a shipped recipe. [lists these]"),
     ] = None,
-    work: Annotated[Path | None, option("--work", "DIR", "Where the steps' outputs go. [RECIPE's name]")] = None,
+    work: Annotated[
+        Path | None, option("--work", "DIR", "Folder for the outputs of the steps. [RECIPE's name]")
+    ] = None,
     restart: RestartOption = False,
     dry_run: Annotated[
-        bool, flag("--dry-run", "Check all settings and names, say what each step would take; write nothing.")
+        bool, flag("--dry-run", "Check all settings and names, estimate every step; write nothing.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run the steps of a recipe: conversions, healing, evaluations.
 
     A step is skipped if its output exists and was made from the same source with the same settings.
-    Without a recipe: list the recipes that ship.
+    Without a recipe: list the shipped recipes.
 
     Examples:
 

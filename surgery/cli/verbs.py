@@ -40,14 +40,16 @@ LOGGED: dict[str, Any] = {
         False,
         Annotated[
             bool,
-            typer.Option("--verbose", "-v", help="Lines in place of bars, with times and memory."),
+            typer.Option("--verbose", "-v", help="Print lines with times and memory instead of progress bars."),
         ],
     ),
     "log_file": (
         None,
         Annotated[
             Path | None,
-            option("--log-file", "FILE", "Add phases, notes and times to it; JSON lines, if it ends in .jsonl."),
+            option(
+                "--log-file", "FILE", "Append phases, notes and times to a file; as JSON lines if it ends in .jsonl."
+            ),
             ADVANCED,
         ],
     ),
@@ -63,7 +65,9 @@ FOLLOWED: dict[str, Any] = {
         False,
         Annotated[
             bool,
-            typer.Option("--follow-links", help="Read files of a checkpoint that are links to elsewhere; trust them."),
+            typer.Option(
+                "--follow-links", help="Follow links to files outside of the checkpoint; only if you trust them."
+            ),
             ADVANCED,
         ],
     ),

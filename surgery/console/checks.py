@@ -23,6 +23,6 @@ def show_checks(checked: Checked, *, as_json: bool) -> None:
     page.print(make_table(["check", "", ""], [(each.name, each.outcome, each.said) for each in checked.checks]))
     outcomes = [each.outcome for each in checked.checks]
     counted = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
-    page.print(f"[bold]{plain(called)}[/bold]: of {len(outcomes)} checks {counted}", soft_wrap=True)
+    page.print(f"[bold]{plain(called)}[/bold]: {len(outcomes)} checks: {counted}", soft_wrap=True)
     if not checked.failed:
         show_next(page, [f"surgery doctor {called}"])

@@ -63,8 +63,8 @@ def _flow_rows(kv: dict) -> list[tuple[str, str, str]]:
     if "peak_ratio" not in kv:
         return []
     return [
-        ("most that keys and values took", "100%", share(kv["peak_ratio"])),
-        ("attention computed", "100%", share(kv["footprint"])),
+        ("peak size of the KV cache", "100%", share(kv["peak_ratio"])),
+        ("query-key pairs visited", "100%", share(kv["footprint"])),
     ]
 
 
@@ -112,7 +112,7 @@ def _show_plan(plan, called: str, healing) -> None:
     tokens = plan.tokens
     page.print(
         f"calibration: {tokens['calibration']} sequences of {tokens['length']} tokens; held out: {tokens['held_out']}"
-        f" and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
+        f" sequences and {tokens['recall_prompts']} recall prompts. Memory and time are estimates."
     )
     if healing:
         page.print("\nhealing: ", end="")
@@ -120,27 +120,27 @@ def _show_plan(plan, called: str, healing) -> None:
     where = where_it_loads(plan.target["engines"])
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept_bytes(kv)}; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
-        where = "" if work["estimated_seconds"] else f", where there is {plan.settings['device']}"
+        where = "" if work["estimated_seconds"] else f", on a machine with {plan.settings['device']}"
         show_next(page, [f"the same command without --dry-run{where}"])
 
 
 def _time(work: dict, device: str) -> tuple[str, str]:
     """Format the estimated time and the FLOPs that it follows from."""
     if work["estimated_seconds"] is None:
-        return "?", f"{operations(work)}; {device} is not on this machine, which cannot be timed"
+        return "?", f"{operations(work)}; no time estimate, as this machine has no {device}"
     return duration(work["estimated_seconds"]), operations(work)
 
 
 def _show_stages(page: Console, stages: list[dict]) -> None:
     if stages[0]["loss"] is None:
-        page.print("loss and recall were not measured: there was no text\n")
+        page.print("loss and recall were not measured: no calibration text\n")
         return
     page.print("where the loss comes from")
     page.print(terminal.render(stages_table(stages)))
 
 
 def _show_layers(page: Console, layers: list) -> None:
-    page.print("error of each layer: predicted from statistics, measured on its own output")
+    page.print("relative error of each layer: predicted from statistics, and measured on its output")
     stages = list(dict.fromkeys(stage for layer in layers for stage in layer.measured))  # kept layers have none
     rows = [(layer.layer, *layer.cells(), *(share(layer.measured.get(stage)) for stage in stages)) for layer in layers]
     page.print(make_table(["layer", *layers[0].columns(), *stages], rows))
@@ -162,26 +162,30 @@ def _show_splits(page: Console, splits: list[dict], *, is_tried: bool) -> None:
         more = (split.get("fold", 1),) if folds else (split["rotation_weight"],) if spread else ()
         sizes = (f"{split[name]:.4g}" for name in ("rope_dim", "rank"))
         rows.append((*sizes, *more, value, "chosen" if is_chosen else ""))
-    page.print("splits of the budget" + (" that were tried" if is_tried else " that would be tried"))
-    names = ["rotated", "latent rank"] if not spread else ["rotated, mean", "latent rank, mean", "rotations weigh"]
+    page.print("splits of the budget" + (", as tried" if is_tried else ", to be tried"))
+    names = (
+        ["rotary dims", "latent rank"] if not spread else ["rotary dims, mean", "latent rank, mean", "rotation weight"]
+    )
     page.print(make_table([*names, *(["fold"] if folds else []), last, ""], rows))
 
 
 def _show_target(page: Console, target: dict, result: str) -> None:
     page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
-    page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
+    page.print(make_table(["engine", "support"], spoken(target["engines"]).items()))
     show_commands(page, target["engines"], result)
     limits = target.get("engine_limits")
     if limits:
         loss_increase = limits["held_out_loss"] - limits["free_held_out_loss"]
         free = " + ".join(map(str, limits["free_split"]))
-        page.print(f"--engine {limits['engine']} costs {cost(loss_increase)}, against {free} with any frequency")
+        page.print(
+            f"--engine {limits['engine']}: {cost(loss_increase)}, compared with the split {free} with free frequencies"
+        )
 
 
 def class_and_why(model_type: str, reasons: list[str]) -> str:
     """Describe the model class of a result and the reasons for it."""
     why = "; ".join(reasons)
-    return plain(f"model class of this package: {why}" if model_type in OWN_CLASSES else f"class {model_type}: {why}")
+    return plain(f"custom model class: {why}" if model_type in OWN_CLASSES else f"model class {model_type}: {why}")
 
 
 def _parts(parts: dict[str, int]) -> str:

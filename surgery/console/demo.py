@@ -16,7 +16,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
         print_json(demo.to_dict())
         return
     page, source, converted = new_page(), demo.source, demo.converted
-    page.print("\n[bold]before and after, measured by stock transformers without this package[/bold]")
+    page.print("\n[bold]before and after, measured in transformers without this package[/bold]")
     page.print(f"source: {plain(demo.name)}", soft_wrap=True)
     both = source, converted
     kv_bytes, stages = zip(*((m.kv_bytes_per_token, {"loss": m.loss, "recall": m.recall}) for m in both), strict=True)
@@ -30,9 +30,9 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page.print(duration(seconds_since_start()))
     page.print(f"[bold]{plain(result)}[/bold]: {ratio} of the KV bytes for {change}", soft_wrap=True)
     commands = {
-        f"surgery eval {result} --baseline {demo.model}": "measures both, and cheap baselines",
+        f"surgery eval {result} --baseline {demo.model}": "evaluates both next to cheap baselines",
         f"surgery convert --to mla {demo.model} --kv-ratio 0.125": "an eighth of the bytes",
-        "surgery inspect CKPT/": "what your model caches, and can become",
+        "surgery inspect CKPT/": "KV cache and possible conversions of your model",
     }
     width = max(map(len, commands))
     show_next(page, [f"{command:{width}}   {why}" for command, why in commands.items()])

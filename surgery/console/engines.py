@@ -20,7 +20,7 @@ def show_doctor(diagnosis, *, as_json: bool = False) -> None:
         return
     page = new_page()
     page.print(f"\n[bold]{plain(name_of(diagnosis.path))}[/bold] ({plain(diagnosis.facts.kind)})")
-    columns = ["engine", Column("version", align="left"), "", Column("KV cache per token", align="right"), "because"]
+    columns = ["engine", Column("version", align="left"), "", Column("KV cache per token", align="right"), "reason"]
     rows = []
     for verdict in diagnosis.verdicts:
         why = f"{verdict.reason}; {verdict.remedy}" if verdict.remedy else verdict.reason
@@ -56,4 +56,4 @@ def _allocation(verdict: Verdict) -> str | None:
     if verdict.cache_bytes_per_token is None:
         return None
     once = verdict.cache_bytes_per_request
-    return per_token(verdict.cache_bytes_per_token) + (f" + {size(once)} a request" if once else "")
+    return per_token(verdict.cache_bytes_per_token) + (f" + {size(once)} per request" if once else "")

@@ -23,7 +23,7 @@ def show_evaluation(report: dict, paths: list[Path], *, as_json: bool = False) -
     page, settings = new_page(), report["settings"]
     page.print(f"\n[bold]{plain(report['title'])}[/bold]")
     if settings["limit"]:
-        page.print(f"[bold yellow]quick look: at most {settings['limit']} samples a task[/bold yellow]")
+        page.print(f"[bold yellow]quick look: at most {settings['limit']} samples per task[/bold yellow]")
     table = headline(by_bytes(report), narrow=True)
     page.print(terminal.render(table))
     page.print(f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}")
@@ -47,29 +47,29 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         (
             row["name"],
             row["role"],
-            per_token(row["kv"] / settings["context"]) if row["kv"] else "not known",
+            per_token(row["kv"] / settings["context"]) if row["kv"] else "unknown",
             size(row["weights"]),
-            size(row["cache"]) if row["cache"] else "not known",
+            size(row["cache"]) if row["cache"] else "unknown",
             size(row["weights"] + row["cache"]) if row["cache"] else "",
         )
         for row in plan.rows
     ]
-    names = ("KV per token", "weights", "cache of a batch", "memory of both")
+    names = ("KV per token", "weights", "KV cache of a batch", "total memory")
     page.print(make_table(["model", "", *(Column(name, align="right") for name in names)], rows))
     if plan.variants:
-        page.print(f"and of {plain(plan.rows[0]['name'])}: {plain(', '.join(plan.variants))}", soft_wrap=True)
+        page.print(f"baselines of {plain(plan.rows[0]['name'])}: {plain(', '.join(plan.variants))}", soft_wrap=True)
     for note in plan.notes:
         page.print(plain(note), soft_wrap=True)
     page.print(
         f"measured: {plain(', '.join(plan.tasks))}; held-out text: {plain(' and '.join(settings['data']))}, "
         f"{settings['windows']} windows of "
-        f"{settings['length']:,} tokens; quality in {_dtype(settings['dtype'])} on {settings['device']}, the rest in "
-        "the checkpoint's own",
+        f"{settings['length']:,} tokens; quality in {_dtype(settings['dtype'])} on {settings['device']}, the "
+        "other tasks in the checkpoint's dtype",
         soft_wrap=True,
     )
-    page.print("Memory is weights and keys and values; activations and logits of a batch come on top.")
-    goes_on = "; results that are there are not measured again" if plan.goes_on else ""
-    page.print(f"to {plain(plan.out)}/: report.html, .json, .csv, .md and results/{goes_on}", soft_wrap=True)
+    page.print("Memory counts weights and KV cache, without the activations and logits of a batch.")
+    goes_on = "; existing results are reused" if plan.goes_on else ""
+    page.print(f"output: {plain(plan.out)}/: report.html, .json, .csv, .md and results/{goes_on}", soft_wrap=True)
     show_next(page, ["the same command without --dry-run"])
 
 

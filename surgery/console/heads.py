@@ -32,11 +32,11 @@ def show_pattern(scored, called: str, *, as_json: bool = False) -> None:
     if pattern.kv_heads <= 16 and pattern.layers <= 40:
         out.print(make_table(columns, rows))
     best = ", ".join(f"layer {layer} head {head}" for layer, head in pattern.ranking()[:BEST])
-    out.print(f"highest: {best}")
+    out.print(f"highest scores: {best}")
     out.print(
         f"for {pattern.sinks} sinks and {pattern.recent} recent tokens; {duration(seconds_since_start())}, "
         f"{len(pattern.seeds)} seed{'s' if len(pattern.seeds) > 1 else ''}"
     )
     out.print(f"[bold]{plain(scored.path)}[/bold]", soft_wrap=True)
-    out.print(f"drawn in {plain(scored.heat_map)}", soft_wrap=True)
+    out.print(f"heat map: {plain(scored.heat_map)}", soft_wrap=True)
     show_next(out, [f"surgery convert --to hybrid {called} --heads {scored.path} --kv-ratio 0.5"])

@@ -15,7 +15,7 @@ from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_healing, show_next
 from surgery.reporting.quality import healed_table
 
-NOT_MEASURED = "what that won back was not measured"
+NOT_MEASURED = "loss and recall were not measured"
 
 
 def show_healed(healed, *, as_json: bool = False) -> None:
@@ -38,7 +38,7 @@ def show_training(page: Console, healing: dict[str, Any]) -> None:
     if healing["table"]:
         page.print(terminal.render(healed_table(healing["table"])))
     if healing["gap_closed"] is not None:
-        page.print(f"{share(healing['gap_closed'])} of the loss that the conversion cost was won back")
+        page.print(f"healing recovered {share(healing['gap_closed'])} of the conversion's loss increase")
     speed = healing["tokens_per_second"]
     page.print(
         f"{count(healing['tokens'])} tokens in {healing['steps']:,} step{'s' * (healing['steps'] != 1)}, "
@@ -47,7 +47,7 @@ def show_training(page: Console, healing: dict[str, Any]) -> None:
         + f", peak memory {size(healing['peak_memory_bytes'])}; ended: {plain(healing['ended'])}"
     )
     if healing["tracker_failed"]:
-        page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has everything")
+        page.print(f"the tracker failed at {plain(healing['tracker_failed'])}; heal.jsonl has every step")
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
@@ -58,7 +58,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     page = new_page()
     page.print(f"\n[bold]dry run: {plain(plan.student)} → {plain(plan.out)}[/bold] (nothing is trained or written)")
     show_estimate(page, plan)
-    page.print("All of it is computed from shapes, not measured; what is left out: docs/healing.md.")
+    page.print("All figures are computed from shapes, not measured. docs/healing.md says what they leave out.")
     show_next(page, ["the same command without --dry-run"])
 
 
@@ -71,7 +71,7 @@ def show_estimate(page: Console, plan) -> None:
         f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if estimate['sharded'] else ''}"
     )
     memory = [*estimate["memory"].items(), ("peak", estimate["peak_bytes"])]
-    page.print(make_table(["memory of a device", Column("", "", size)], memory))
+    page.print(make_table(["memory per device", Column("", "", size)], memory))
     disk, work = plan.disk, plan.work
     page.print(
         f"disk: {size(disk['output_bytes'])} for the result, {size(disk['checkpoint_bytes'])} for checkpoints of the"
@@ -80,9 +80,9 @@ def show_estimate(page: Console, plan) -> None:
     budget = (
         f"{estimate['steps']:,} steps, {count(estimate['tokens'])} tokens"
         if estimate["steps"]
-        else "until the time is over"
+        else "until the time limit"
     )
-    page.print(f"budget: {budget}; {estimate['tokens_per_step']:,} tokens a step")
+    page.print(f"budget: {budget}; {estimate['tokens_per_step']:,} tokens per step")
     if work["estimated_seconds"] is not None:
         needed = f" for {operations(work)}" if work["total_flops"] else ""
         page.print(f"time: about {duration(work['estimated_seconds'])}{needed}")
@@ -90,5 +90,7 @@ def show_estimate(page: Console, plan) -> None:
 
 def operations(work: dict[str, Any]) -> str:
     """Format the floating point operations of a job, and the measured speed if there is one."""
-    speed = f", here at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s" if work["flops_per_second"] else ""
+    speed = (
+        f", on this machine at most {work['flops_per_second'] / 1e9:,.0f} GFLOP/s" if work["flops_per_second"] else ""
+    )
     return f"{work['total_flops'] / 1e12:,.1f} TFLOP{speed}"

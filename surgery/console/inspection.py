@@ -43,7 +43,9 @@ def show_inspection(
                 for target in inspection.targets
                 if target["applies"] and target["caution"]
             ]
-            page.print(f"[dim]{''.join(cautions)}reasons and commands of engines: --verbose[/dim]", soft_wrap=True)
+            page.print(
+                f"[dim]{''.join(cautions)}--verbose shows reasons and the engines' commands[/dim]", soft_wrap=True
+            )
     if inspection.advice:
         _show_advice(page, inspection.advice)
     if any(target["applies"] for target in inspection.targets):
@@ -51,10 +53,13 @@ def show_inspection(
         width = max(len(plan), len(dry))
         show_next(
             page,
-            (f"{plan:{width}}   what loses least at a quarter, measured", f"{dry:{width}}   what one of them takes"),
+            (
+                f"{plan:{width}}   measures which loses least at a quarter of the bytes",
+                f"{dry:{width}}   estimates memory, disk and time of a conversion",
+            ),
         )
     elif inspection.architecture["model_type"] in LATENT_FAMILIES:
-        show_next(page, [f"surgery convert {called} --to mla --dry-run   fewer latents, in its own class"])
+        show_next(page, [f"surgery convert {called} --to mla --dry-run   a smaller latent rank, in the same class"])
 
 
 def _cache(inspection) -> str:
@@ -76,8 +81,8 @@ def _show_targets(page: Console, inspection) -> None:
         kv_cell = f"{size(target['kv_bytes_per_token'])}, {shares_at(target['kv_ratio_at'], target['kv_ratio'])}"
         loads = [engine.removesuffix(" on CPU") for engine, row in target["engines"].items() if ran(row)]
         rows.append((name, kv_cell, target["class"], ", ".join(loads) or "-"))
-    columns = ["", Column("KV per token", align="left"), "class", "ran in, on CPUs"]
-    page.print("what it can become (surgery convert ...)")
+    columns = ["", Column("KV per token", align="left"), "class", "tested in (CPU)"]
+    page.print("possible conversions (surgery convert ...)")
     page.print(make_table(columns, rows))
     for line in refused:
         page.print(f"[dim]{plain(line)}[/dim]", soft_wrap=True)
@@ -85,18 +90,18 @@ def _show_targets(page: Console, inspection) -> None:
 
 def _show_advice(page: Console, advice: dict) -> None:
     """Print the recommendations that need no calibration text."""
-    of = "quality in the order of SmolLM2-135M's losses; surgery plan measures this model"
-    page.print(f"what to take (no text was read: {of})", soft_wrap=True)
+    of = "ranked by the losses of SmolLM2-135M; surgery plan measures this model"
+    page.print(f"recommended (not measured here: {of})", soft_wrap=True)
 
     def command_of(row: dict) -> str:
         return f"{row['command'].removeprefix(COMMAND)} ({shares_at(row['kv_ratio_at'], row['kv_ratio'])})"
 
-    page.print(f"  best in quality: {plain(command_of(advice['quality']))}", soft_wrap=True)
+    page.print(f"  best quality: {plain(command_of(advice['quality']))}", soft_wrap=True)
     page.print(f"  smallest: {plain(command_of(advice['smallest']))}", soft_wrap=True)
     takers: dict[str, list[str]] = {}
     for name, row in advice["engines"].items():
         takers.setdefault(command_of(row), []).append(
-            name if ran(row["engines"][name]) else f"{name} (its own check, not run)"
+            name if ran(row["engines"][name]) else f"{name} (passes its own check, not run)"
         )
     for row, names in takers.items():
         page.print(f"  for {', '.join(names)}: {plain(row)}, then surgery heal", soft_wrap=True)
@@ -109,7 +114,7 @@ def _show_targets_verbose(page: Console, targets: list[dict]) -> None:
             page.print(f"  does not apply: {plain('; '.join(target['reasons']))}\n", soft_wrap=True)
             continue
         page.print(f"  {class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
-        page.print(make_table(["engine", "the result"], spoken(target["engines"]).items()))
+        page.print(make_table(["engine", "support"], spoken(target["engines"]).items()))
 
 
 def _facts(inspection) -> list[tuple[str, str]]:
@@ -125,7 +130,7 @@ def _facts(inspection) -> list[tuple[str, str]]:
     return [
         ("family", facts["model_type"] + (f", stored as {facts['stored_as']}" if facts.get("stored_as") else "")),
         ("parameters", f"{stored}, vocabulary of {facts['vocabulary']:,}"),
-        ("layers", f"{facts['layers']} of width {facts['hidden']:,}"),
+        ("layers", f"{facts['layers']} of hidden size {facts['hidden']:,}"),
         ("heads", f"{facts['heads']} query heads{_cached_heads(facts)}"),
         *[("attention", kind) for kind in facts.get("attention", [])],
         *[("ruined by", ", ".join(formats)) for formats in [facts.get("ruined_by")] if formats],

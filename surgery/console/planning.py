@@ -47,15 +47,15 @@ def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_j
         Column("±", "", lambda value: f"{value:.4f}"),
         Column("perplexity", "", lambda value: f"{perplexity(value) - 1:+.1%}"),
         Column("recall", "", lambda value: f"{value:.2f}"),
-        "besides transformers",
+        "other engines",
     ]
     page.print(make_table(columns, rows))
     _show_refused(page, plan.refused)
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(
         f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, on "
-        f"{_texts(plan)} texts (±: half of the 80% interval for other text){recall}; · beats everything smaller; "
-        "besides transformers: other engines that load it[/dim]",
+        f"{_texts(plan)} texts (±: half of the 80% interval for other text){recall}; "
+        "· lower loss than all smaller rows; other engines: those that load it, besides transformers[/dim]",
         soft_wrap=True,
     )
     if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):
@@ -70,7 +70,7 @@ def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_j
     )
     if own := _own_format(plan):
         page.print(own, soft_wrap=True)
-    page.print(f"{duration(seconds_since_start())}{f'; drawn in {plain(plot)}' if plot else ''}", soft_wrap=True)
+    page.print(f"{duration(seconds_since_start())}{f'; plot: {plain(plot)}' if plot else ''}", soft_wrap=True)
     if plan_path and not choice.engine:
         page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(plan_path)}", soft_wrap=True)
     else:
@@ -83,18 +83,22 @@ def show_forecast(forecast, *, as_json: bool = False) -> None:
         print_json(forecast.to_dict())
         return
     page, whole = new_page(), size(forecast.source["kv_bytes"])
-    sizes = "the sizes of a limit on the loss" if forecast.kv_ratio is None else share(forecast.kv_ratio)
+    sizes = "several KV ratios, for the loss limit" if forecast.kv_ratio is None else share(forecast.kv_ratio)
     page.print(
         f"\n[bold]dry run: {plain(forecast.source['path'])}[/bold], {whole} of KV cache at {forecast.context:,} tokens "
-        f"and batch {forecast.batch}; would try at {sizes}:",
+        f"and batch {forecast.batch}; candidates at {sizes}:",
         soft_wrap=True,
     )
     columns = ["convert --to, or the engine's own", Column("KV cache", "", size), Column("", "", share)]
     page.print(make_table(columns, [(row["name"], row["kv_bytes"], row["kv_ratio"]) for row in forecast.candidates]))
     _show_refused(page, forecast.refused)
     time = forecast.work["estimated_seconds"]
-    took = "no time, as that device is not here" if time is None else f"about {duration(time)}, coarsely"
-    page.print(f"{took}; near ones are tried at sizes around the budget too")
+    took = (
+        "no time estimate, as this machine has no such device"
+        if time is None
+        else f"about {duration(time)} (rough estimate)"
+    )
+    page.print(f"{took}; the best candidates are also measured at sizes around the budget")
     show_next(page, ["the same command without --dry-run"])
 
 
@@ -114,8 +118,8 @@ def _budget(plan) -> str:
     budget, whole = plan.budget, size(plan.source["kv_bytes"])
     at = f"{whole} of KV cache at {budget['context']:,} tokens and batch {budget['batch']}"
     if budget["kv_bytes"] is None:
-        return f"{at}; at most {cost(budget['max_loss'])} may be lost"
-    return f"{at}; {size(budget['kv_bytes'])} of them ({share(budget['kv_ratio'])}) may be kept"
+        return f"{at}; loss limit {cost(budget['max_loss'])}"
+    return f"{at}; budget {size(budget['kv_bytes'])} ({share(budget['kv_ratio'])})"
 
 
 def _own_format(plan) -> str | None:
@@ -124,7 +128,7 @@ def _own_format(plan) -> str | None:
     if plan.chosen.engine or not engines:
         return None
     if own is None:
-        return f"Without a conversion nothing of {plain(engines.pop())} meets the budget."
+        return f"Without a conversion, no cache format of {plain(engines.pop())} meets the budget."
     loss_cost = cost(own.loss_increase)
     return f"Without a conversion: {plain(own.name)}, {loss_cost}, {size(own.kv_bytes)}: {plain(own.command)}"
 
@@ -133,7 +137,7 @@ def _next_best(plan) -> str:
     other = plan.next_best
     if other is None:
         return ""
-    return f"; {plain(other.name)} {cost(other.loss_increase)}, {size(other.kv_bytes)}"
+    return f"; next best: {plain(other.name)} {cost(other.loss_increase)}, {size(other.kv_bytes)}"
 
 
 def _texts(plan) -> str:
@@ -143,10 +147,10 @@ def _texts(plan) -> str:
 
 def _reason(plan) -> str:
     if plan.budget["kv_bytes"] is None:
-        return "is the smallest within the limit on the loss"
+        return "is the smallest within the loss limit"
     if plan.alike == 1:
-        return "has the lowest loss within the bytes"
+        return "has the lowest loss within the budget"
     return (
-        f"moves predictions least, by {plan.chosen.divergence:.4f} nats (KL), of {plan.alike} within the bytes "
-        "and whose losses the texts cannot tell apart"
+        f"has the lowest KL divergence from the source ({plan.chosen.divergence:.4f} nats) of the {plan.alike} within "
+        "the budget whose losses do not differ significantly"
     )

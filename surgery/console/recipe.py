@@ -33,16 +33,16 @@ def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
             step["name"],
             step["to"] or "",
             *(amount(step[name]) if step[name] else "" for name, (_, amount) in amounts.items()),
-            ", ".join(filter(None, ("there" if step["there"] else "", step["told"]))),
+            ", ".join(filter(None, ("exists" if step["there"] else "", step["told"]))),
         )
         for number, step in enumerate(steps, 1)
     ]
-    rows.append(("", "", "in all", "", *(amount(total[name]) for name, (_, amount) in amounts.items()), ""))
+    rows.append(("", "", "total", "", *(amount(total[name]) for name, (_, amount) in amounts.items()), ""))
     columns = [Column(title, align="right") for title, _ in amounts.values()]
     page.print(make_table(["", "command", "step", "to", *columns, f"in {plan['work']}"], rows))
     page.print(
-        "Settings and names are right; nothing was run. Figures of a step are those of its command with --dry-run, on "
-        "this machine. In all: their sum, and of memory and temporary files the most of any step.",
+        "All settings and names are valid; nothing was run. A step's figures are those of its command with --dry-run "
+        "on this machine. Total: the sum; for memory and temporary files, the largest of all steps.",
         soft_wrap=True,
     )
     show_next(page, ["the same command without --dry-run"])

@@ -18,9 +18,9 @@ def show_upload(upload: Upload, publication: Publication, *, as_json: bool = Fal
         others = {"fields": upload.fields, "not_uploaded": upload.strays}
         print_json({"repo": publication.repo, "public": publication.public, "files": upload.sizes, **others})
         return
-    page, seen_by = new_page(), "everybody" if publication.public else "you, and who you let"
-    page.print(f"\n[bold]{plain(publication.repo)}[/bold], to be seen by {seen_by}:")
+    page, seen_by = new_page(), "everybody (public)" if publication.public else "you and those with access (private)"
+    page.print(f"\n[bold]{plain(publication.repo)}[/bold], visible to {seen_by}:")
     page.print(make_table(["file", "size"], [(name, size(count)) for name, count in upload.sizes.items()]))
-    page.print(make_table(["entry", "as it is published"], upload.fields.items()))
+    page.print(make_table(["entry", "published as"], upload.fields.items()))
     if upload.strays:
         page.print(f"not uploaded: {plain(', '.join(upload.strays))}", soft_wrap=True)

@@ -18,7 +18,7 @@ def of_conversion(report: dict[str, Any]) -> str:
     kv_part = kept_bytes(kv)
     where = where_it_loads(report["target"]["engines"])
     if first["loss"] is None:
-        return f"{kv_part}; what that cost was not measured; {where}"
+        return f"{kv_part}; loss not measured; {where}"
     predicted = report["target"].get("predicted")
     planned = f"; the plan expected {cost(predicted['loss_increase'])}" if predicted else ""
     change = cost(last["loss"] - first["loss"], (first["recall"], last["recall"]))
@@ -41,8 +41,10 @@ def of_healing(healing: dict[str, Any]) -> str | None:
         return None
     healed, source = rows["healed"], rows.get("source")
     before = rows.get("converted") or next((row for row in healing["table"] if row is not source), healed)
-    gained = f"healing changed {cost(healed['loss'] - before['loss'], (before['recall'], healed['recall']))}"
-    return gained if source is None else f"{gained}; now {cost(healed['loss'] - source['loss'])} from the source"
+    gained = (
+        f"healing changed the loss by {cost(healed['loss'] - before['loss'], (before['recall'], healed['recall']))}"
+    )
+    return gained if source is None else f"{gained}; now {cost(healed['loss'] - source['loss'])} relative to the source"
 
 
 def where_it_loads(engines: Mapping[str, Any]) -> str:

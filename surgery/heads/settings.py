@@ -64,7 +64,7 @@ class HeadSettings(FileSettings):
     text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
     recall: float = setting(0.0, "Share of sequences with planted facts and questions.", least=0, most=1, advanced=True)
     length: int | None = setting(
-        None, "Tokens per sequence.", least=1, unset="4096, or half of the model's limit if that is less"
+        None, "Tokens per sequence.", least=1, unset="4096, or half of the model's context length if that is shorter"
     )
     samples: int | None = setting(
         None, "Number of sequences for methods without training.", least=1, unset="the method's own number"

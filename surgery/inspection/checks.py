@@ -106,7 +106,7 @@ def verify_checkpoint(
     checks.append(_check("files", lambda: _files(report, compared)))
     checks.append(_check("numbers", lambda: _numbers(reader, progress)))
     if reader.config.get("model_type") == DECILM:
-        why = "transformers has no such class; vLLM and llama.cpp have"
+        why = "transformers has no class for it; vLLM and llama.cpp do"
         checks += [Check(name, NOT_CHECKED, why) for name in ("caches", "KV bytes", "logits", "whole model")]
         return Checked(str(source), checks, *others)
     running: dict[str, Any] = {}
@@ -135,8 +135,8 @@ def _check(name: str, look: Callable[[], str]) -> Check:
 
 def _files(report: Recorded, compared: FileComparison) -> str:
     if not report.files:
-        whose = "an earlier version's" if report.there else "missing"
-        raise _NotChecked(f"the report with their hashes is {whose}")
+        whose = "the report is of an earlier version" if report.there else "the report is missing"
+        raise _NotChecked(f"{whose}, so there are no hashes to compare with")
     if compared.missing:
         raise SurgeryError(f"{compared.missing[0]} is missing; download it again")
     if compared.changed:
@@ -145,13 +145,13 @@ def _files(report: Recorded, compared: FileComparison) -> str:
         names = [f"{as_text(name)} ({kind.value})" for name, kind in compared.refused.items()]
         names = [*names[:SHOWN], *([f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
         others = summary(compared.unlisted.keys() - compared.refused.keys())
-        also = f" (also not of the checkpoint: {', '.join(others)})" if others else ""
+        also = f" (other files: {', '.join(others)})" if others else ""
         raise SurgeryError(
             f"not written by the conversion: {', '.join(names)}; remove what you did not put there{also}"
         )
-    text = f"{len(report.files)} files as they were written"
+    text = f"{len(report.files)} files, unchanged since they were written"
     if compared.unlisted:
-        text += f"; not of the checkpoint: {', '.join(summary(compared.unlisted))}"
+        text += f"; other files: {', '.join(summary(compared.unlisted))}"
     for kind, names in (report.source_files or {}).items():
         if names:
             text += f"; {_SOURCE_FILES.get(kind, kind)}: {', '.join(summary(names))}"
@@ -178,18 +178,18 @@ def _caches(reader: CheckpointReader, opened, seed: int, progress: Progress) -> 
 
 def _kv_bytes(reader: CheckpointReader, opened, report: Recorded) -> str:
     if report.kv is None:
-        raise _NotChecked("no report states them")
+        raise _NotChecked("the report does not state them")
     tokens, stated = report.kv
     predicted = kv_bytes_of(reader.config, opened.weight_dtype)(tokens, prompt=prompt_of(tokens)) / tokens
     if not abs(predicted - stated) <= 1e-6 * predicted:
-        raise SurgeryError(f"{predicted:,.1f} a token, but the report says {stated:,.1f}")
-    return f"{predicted:,.0f} a token at {tokens:,} tokens, as the report says"
+        raise SurgeryError(f"{predicted:,.1f} per token, but {stated:,.1f} in the report")
+    return f"{predicted:,.0f} per token at {tokens:,} tokens, as in the report"
 
 
 def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:
     record = report.probe
     if record is None:
-        raise _NotChecked("no report has logits to compare with")
+        raise _NotChecked("the report has no logits to compare with")
     tokens = torch.tensor(record["tokens"])
     hidden = run_layers(opened.stream, tokens[None], record["piece"])
     difference = probe_difference(record, take_probe(opened.stream, tokens, hidden[0], record["piece"]))
@@ -197,8 +197,8 @@ def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:
     rounds = record["piece"] or any(entry.quantizes for entry in layer_entries(reader.config))
     allowed = QUANTIZED_TOLERANCE if rounds else exact
     if not difference <= allowed:
-        raise SurgeryError(f"they differ from those on record by {difference:.1e} of their spread")
-    return f"those on record, to {difference:.0e} of their spread"
+        raise SurgeryError(f"they differ from the report's by {difference:.1e} of their standard deviation")
+    return f"as in the report, within {difference:.0e} of their standard deviation"
 
 
 def _refuse_prompt_bases(reader: CheckpointReader) -> None:
@@ -211,5 +211,5 @@ def _whole(reader: CheckpointReader, opened, seed: int) -> str:
     weights = sum(reader.info(name).nbytes for name in reader.names())
     needed = weights * 4 // opened.weight_dtype.itemsize  # it runs in float32
     if needed > psutil.virtual_memory().available // 2:
-        raise _NotChecked(f"would take {size(needed)} of memory")
+        raise _NotChecked(f"needs {size(needed)} of memory")
     return check_whole_model(reader, opened, seed)

@@ -47,7 +47,7 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
         if not model.is_blockwise:  # else layers share a cache
             by_layer = model.kv_layer_bytes(1, longest)
             sizes = [per_token(by_layer[layer] / longest) for layer in layers]
-            kinds = [f"{kind}, {size} a token" for kind, size in zip(kinds, sizes, strict=True)]
+            kinds = [f"{kind}, {size} per token" for kind, size in zip(kinds, sizes, strict=True)]
     except KeyError as error:
         raise SurgeryError(f"config.json of {reader.config['model_type']}: {error} is missing") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
@@ -98,17 +98,17 @@ def _value(number: str) -> float:
 def _kind(entry: LayerEntry, config: Any) -> str:
     """Describe a layer's structure in words."""
     if entry.kind is None and caches_latents(config):
-        return f"latent of {config.kv_lora_rank} and {config.qk_rope_head_dim} rotary dimensions"
+        return f"latent rank {config.kv_lora_rank}, {config.qk_rope_head_dim} rotary dimensions"
     if isinstance(entry, LatentEntry):
         rank, stream = getattr(entry, "rank", entry.kv_lora_rank), getattr(entry, "streaming", None)
         tokens = f", the last {stream.sinks + stream.recent:,} tokens" if stream else ""
-        return f"latent of {rank} and {entry.rope_dim} rotary dimensions{tokens}"
+        return f"latent rank {rank}, {entry.rope_dim} rotary dimensions{tokens}"
     ranks = [getattr(entry, name) for name in ("rank", "key_rank", "value_rank") if hasattr(entry, name)]
     if isinstance(entry, LowRankEntry):
         ranks = [entry.shared_rank + rank for rank in entry.ranks]
     if ranks:
-        return f"keys rebuilt from latents of {' + '.join(map(str, ranks))}"
+        return f"keys rebuilt from latents of rank {' + '.join(map(str, ranks))}"
     _, kv_heads, head_dim = head_shape(config)
     streaming = getattr(entry, "streaming_heads", 0)
-    heads = f"{getattr(entry, 'kv_heads', kv_heads)} keys and values of {head_dim}"
+    heads = f"{getattr(entry, 'kv_heads', kv_heads)} KV heads of size {head_dim}"
     return heads + (f", {streaming} of them streaming" if streaming else "")

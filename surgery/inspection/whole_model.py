@@ -42,11 +42,13 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     def compare(other: Tensor, how: str) -> None:
         difference = float((other - whole[:, -other.shape[1] :]).abs().max()) / max(spread, 1e-30)
         if not difference <= (QUANTIZED_TOLERANCE if rounds else TOLERANCE):
-            raise SurgeryError(f"logits {how} differ by {difference:.1e} of their spread from those of one pass")
+            raise SurgeryError(
+                f"logits {how} differ by {difference:.1e} of their standard deviation from those of one pass"
+            )
 
     by_layers = opened.stream.logits(run_layers(opened.stream, ids.cpu(), None)[:, -1:].to(opened.stream.device))
     if not quantized:
-        compare(by_layers.to(whole), "of its layers run one by one")
+        compare(by_layers.to(whole), "of layers run one by one")
         cache = DynamicCache(config=model.config)
         pieces = [model(piece, **{CACHE: cache}).logits for piece in ids.split(PIECES, dim=1)]
         compare(torch.cat(pieces, dim=1), "of a prompt in pieces")
@@ -59,4 +61,4 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     compare(beside, "of a row next to another")
     ways = [] if quantized else ["layer by layer", "in pieces"]
     ways.append("next to another row" if grouped else "left-padded next to another row")
-    return f"{type(model).__name__}: the same logits {', '.join(ways)}"
+    return f"{type(model).__name__}: equal logits {', '.join(ways)}"

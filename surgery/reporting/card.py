@@ -26,8 +26,8 @@ from transformers import {pictures}, AutoProcessor
 model = {pictures}.from_pretrained("{name}", dtype="auto")
 processor = AutoProcessor.from_pretrained("{name}")""",
     "surgery": """\
-# Registers the model class. Without the package the model wants trust_remote_code=True; a tokenizer that is loaded with
-# trust_remote_code=False needs no code, and transformers does not ask.
+# Registers the model class. Without the package, load the model with trust_remote_code=True, and the
+# tokenizer, which needs no code, with trust_remote_code=False, so that transformers does not ask.
 import surgery
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -116,10 +116,11 @@ def _describe_losses(calibration: dict) -> str:
         return "Without text no loss was measured; `surgery eval` measures it."
     sentence = (
         f"Losses are nats per token on held-out calibration text ({in_markdown(source)}), recall is the\n"
-        "share of planted five-digit keys that the model finds again. "
+        "share of planted five-digit keys that the model repeats correctly. "
     )
     if isinstance(share, float) and share:
-        sentence += f"{share:.0%} of the text has facts planted and asked for; `surgery eval` measures text alone."
+        sentence += f"{share:.0%} of the sequences have planted facts and questions about them; "
+        sentence += "`surgery eval` measures plain text."
     return sentence
 
 
@@ -132,7 +133,7 @@ def _healing_section(healing: dict | None) -> str:
     if table:
         paragraphs.append(markdown.render(healed_table(table)))
         closed = gap_closed(table)
-        share = "" if closed is None else f" {closed:.0%} of the loss that the conversion cost was won back."
+        share = "" if closed is None else f" {closed:.0%} of the conversion's loss increase was recovered."
         paragraphs += [f"\nLosses on held-out text.{share} The figures above are the conversion's.\n"]
     paragraphs.append(markdown.render(_stage_table(healing)))
     return "\n".join(paragraphs) + "\n\nAll settings are in `surgery_report.json`, every step in `heal.jsonl`.\n\n"
@@ -142,14 +143,14 @@ def _source_code(report) -> str:
     code = report.source_files.get("code") if isinstance(report.source_files, dict) else None
     if not code or not isinstance(code, list):
         return ""
-    return f"\nCode of the source, which nobody read or checked: {', '.join(f'`{in_code(name)}`' for name in code)}."
+    return f"\nCode files of the source, which were not reviewed: {', '.join(f'`{in_code(name)}`' for name in code)}."
 
 
 def _describe_cache(source: dict, target: dict) -> str:
     """Describe the cached content of a token in words."""
     if "parts" in target:
         parts = [f"{len(part['layers'])} layers {part['to']}" for part in target["parts"]]
-        return ", ".join([*parts, *([f"{len(target['kept_layers'])} as they are"] if target["kept_layers"] else [])])
+        return ", ".join([*parts, *([f"{len(target['kept_layers'])} unchanged"] if target["kept_layers"] else [])])
     if "full_heads" in target:
         extra = f", {target['compensated_heads']} of them with a compensation token" * bool(target["compensated_heads"])
         streaming = target["heads"] - target["full_heads"]
@@ -158,9 +159,13 @@ def _describe_cache(source: dict, target: dict) -> str:
     if "kv_heads" in target:
         heads = target["kv_heads"]
         heads_text = _range(heads) if isinstance(heads, list) else heads
-        return f"{heads_text} KV heads in place of {source['kv_heads']}"
+        return f"{heads_text} KV heads instead of {source['kv_heads']}"
     if "ranks" in target:
-        exact = f", {target['window']} recent and {target['sinks']} first tokens exact" if target.get("window") else ""
+        exact = (
+            f", {target['window']} recent and {target['sinks']} first tokens in full precision"
+            if target.get("window")
+            else ""
+        )
         return f"{_range(target['ranks'])} latents{exact}"
     if "kv_lora_ranks" not in target:
         return "keys and values"
@@ -173,13 +178,14 @@ def _describe_quantization(target: dict) -> str:
     """Describe the quantization of the cache in words; empty without quantization."""
     cache = target.get("kv_cache")
     if rows := target.get("row_bytes"):
-        return f" in packed rows of {_range(rows)} bytes a token, the first {target['first_tokens']} tokens exact"
+        first = f"the first {target['first_tokens']} tokens in full precision"
+        return f" in packed rows of {_range(rows)} bytes per token, {first}"
     if cache is None:
         return ""
     if isinstance(cache, list):
         return f", as {formats_of(cache)}"
     rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
-    window = f", the last {cache['window']} tokens exact" if cache["window"] else ""
+    window = f", the last {cache['window']} tokens in full precision" if cache["window"] else ""
     return f" as {cache['format']} in groups of {cache['group']}{window}{rotation}"
 
 
@@ -188,7 +194,7 @@ def _kept_matrices(report) -> str:
     if not report.settings.get("keep_quantised") or report.healing:
         return ""
     codes = in_markdown(report.source["dequantised_from"])
-    return f"\nMatrices outside of attention are stored in {codes} as the source's."
+    return f"\nMatrices outside of attention are stored in {codes}, as in the source."
 
 
 def _range(numbers: list[int]) -> str:
@@ -203,7 +209,7 @@ def _stage_table(healing: dict) -> Table:
         Column("trains", key="trains"),
         Column("objective", key="objective"),
         Column("learning rate", "", lambda value: f"{value:g}", key="learning_rate"),
-        Column("rows a step", align="left", key="rows"),
+        Column("rows per step", align="left", key="rows"),
         Column("data", key="data"),
         Column("steps", "", lambda value: f"{value:,}", key="steps"),
         Column("tokens", "", lambda value: f"{value:,}", key="tokens"),

@@ -100,6 +100,6 @@ class Publication:
         except SurgeryError:
             raise
         except Exception as error:  # errors of the hub, of its HTTP library and of the disk
-            again = f"the checkpoint is in {folder}, `surgery push {folder} {self.repo}` tries again"
+            again = f"the checkpoint is in {folder}, `surgery push {folder} {self.repo}` repeats the upload"
             raise SurgeryError(f"{self.repo}: {reason(error)}; {again}") from error
         return str(address)

@@ -8,7 +8,7 @@ from typing import Any
 from surgery.common.human import decimal, loss_of_stage, per_token, shares_at, with_perplexity
 from surgery.common.tables.table import Column, Table
 
-RECALL = Column("recall", "Share of planted keys that the model finds again", lambda value: f"{value:.2f}")
+RECALL = Column("recall", "Share of planted keys that the model repeats correctly", lambda value: f"{value:.2f}")
 
 
 def before_and_after(
@@ -58,8 +58,8 @@ def useless_message(layers: dict[str, float]) -> str:
     """Format a warning on the layers of :func:`useless_layers`."""
     errors = ", ".join(f"{layer} ({error:.0%})" for layer, error in layers.items())
     return (
-        f"Attention whose output error exceeds the output itself: layers {errors}. Keep these layers as they are"
-        " (--keep-layers), or ask for a larger cache."
+        f"The error of the attention output exceeds 100% in layers {errors}. Keep these layers unchanged"
+        " (--keep-layers), or choose a larger cache."
     )
 
 

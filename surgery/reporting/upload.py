@@ -60,7 +60,7 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     """
     report = read_report(folder)
     if report is None:
-        raise SurgeryError.at(folder, f"has no {REPORT}; of other checkpoints use `hf upload`")
+        raise SurgeryError.at(folder, f"has no {REPORT}; use `hf upload` for other checkpoints")
     listed = report.get("files")
     if not isinstance(listed, dict) or not listed:
         raise SurgeryError.at(folder, f"its {REPORT} lists no files; convert again, or use `hf upload`")

@@ -225,7 +225,7 @@ def test_a_plan_weighs_fewer_latents_and_shared_ones(checkpoints):
 def test_inspection_tells_what_is_cached_and_what_comes_next(checkpoints, name, capsys):
     inspection = inspect_checkpoint(checkpoints(name))
     assert inspection.kv["bytes_per_token"] == 3 * (16 + 8) * 4 and len(inspection.windows) == 3
-    assert inspection.architecture["attention"][0].startswith("3 layers: latent of 16 and 8 rotary dimensions")
+    assert inspection.architecture["attention"][0].startswith("3 layers: latent rank 16, 8 rotary dimensions")
     show_inspection(inspection)
     assert "--to mla --dry-run" in capsys.readouterr().out
 
