@@ -122,7 +122,10 @@ def asked_of(monkeypatch, capsys, *arguments):
         (["--to", "mqa", "--text", "x", "--block", "8"], "--block is for crosslayer; --to mqa has no such setting"),
         (["--kv-ratio", "25%"], "--kv-ratio must be a number, not '25%'"),
         (["--seed", "2.5"], "--seed must be a whole number, not '2.5'"),
-        (["--to", "hybrid", "--window", "4", "--recent", "4"], "--window and --recent are the same: give one of them"),
+        (
+            ["--to", "hybrid", "--window", "4", "--recent", "4"],
+            "--window and --recent are the same option: pass only one",
+        ),
         (["--dtype", "fp8"], "dtype 'fp8' is unknown: choose float32, bfloat16, float64"),
     ],
 )

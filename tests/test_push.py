@@ -259,7 +259,7 @@ def test_nobody_is_logged_in(converted, hub, monkeypatch, capsys):
 def test_a_refused_upload_leaves_the_checkpoint(converted, hub, monkeypatch, capsys):
     hub.refuses_commits = True
     code, _, err = run_main(monkeypatch, capsys, "push", converted, "me/small")
-    assert code == 1 and f"`surgery push {converted} me/small` tries again" in err
+    assert code == 1 and f"`surgery push {converted} me/small` repeats the upload" in err
     assert (converted / "model.safetensors").is_file() and not hub.repos["me/small"]["files"]
 
 

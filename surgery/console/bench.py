@@ -89,13 +89,13 @@ KERNEL_KEYS = (
 KERNELS = (
     *("operation", "shape", "batch", Column("context", "", _tokens)),
     Column("error", "", lambda value: f"{value:.1e}"),
-    Column("of best", "", lambda value: f"{value:.1f}x"),
+    Column("vs. library", "", lambda value: f"{value:.1f}x"),
     Column("time", "", _time),
     Column("GB/s", "", lambda value: f"{value / 1e9:,.0f}"),
     Column("of copy", "", lambda value: f"{value:.0%}"),
     Column("TFLOP/s", "", lambda value: f"{value / 1e12:,.0f}"),
     Column("of matmul", "", lambda value: f"{value:.0%}"),
-    Column("over GQA", "", _ratio),
+    Column("vs. GQA", "", _ratio),
     "fastest other",
 )
 DECODING_KEYS = (
@@ -106,8 +106,8 @@ DECODING = (
     *("model", "attention", "kernels", Column("context", "", _tokens), "batch"),
     Column("tokens/s", "", lambda value: f"{value:,.0f}"),
     Column("step", "", _time),
-    Column("in a graph", "", _time),
+    Column("CUDA graph", "", _time),
     Column("peak memory", "", size),
-    Column("of the source", "", _ratio),
+    Column("vs. source", "", _ratio),
     "",
 )

@@ -67,8 +67,9 @@ def show_estimate(page: Console, plan) -> None:
     estimate, settings = plan.estimate, plan.settings
     parameters, devices = estimate["parameters"], estimate["processes"]
     page.print(
-        f"{count(parameters['trained'])} of {count(parameters['student'])} parameters train in {settings['dtype']}, on"
-        f" {devices} {'device' if devices == 1 else 'devices'}{', sharded' if estimate['sharded'] else ''}"
+        f"{count(parameters['trained'])} of {count(parameters['student'])} parameters are trained in "
+        f"{settings['dtype']}, on {devices} {'device' if devices == 1 else 'devices'}"
+        f"{', sharded' if estimate['sharded'] else ''}"
     )
     memory = [*estimate["memory"].items(), ("peak", estimate["peak_bytes"])]
     page.print(make_table(["memory per device", Column("", "", size)], memory))

@@ -57,7 +57,7 @@ class EvalSettings(FileSettings):
     limit: int | None = setting(None, "Maximum samples per task, for a quick look; marks the report.", least=1)
     data: tuple[str, ...] = setting(
         (),
-        "Held-out text, more than once for several; the loss is told apart by them; none: builtin for a model of code "
+        "Held-out text, more than once for several; losses are also given for each; none: builtin for a model of code "
         "such as the demo's, prose and code for others.",
         more="builtin: standard-library source that ships and that no calibration text holds. prose, code, chat: what "
         "installed packages say of themselves, the source of torch and transformers, the first model's own "
@@ -69,7 +69,7 @@ class EvalSettings(FileSettings):
     )
     text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
     windows: int = setting(24, "Held-out windows.", least=1)
-    length: int = setting(1024, "Tokens in each, and in recall prompts.")
+    length: int = setting(1024, "Tokens per window and per recall prompt.")
     kv_context: int | None = setting(
         None,
         "Tokens at which KV bytes are counted in a live cache, in the checkpoint's own dtype.",
@@ -129,7 +129,7 @@ class EvalSettings(FileSettings):
         "speed are the checkpoint's own.",
         synonyms=DTYPE_NAMES,
     )
-    wandb: str | None = setting(None, "Log to wandb, one run a model.", section="Output", metavar="PROJECT")
+    wandb: str | None = setting(None, "Log to wandb, one run per model.", section="Output", metavar="PROJECT")
     wandb_mode: Literal["online", "offline"] = setting("online", "How wandb logs.", advanced=True)
 
     def __post_init__(self) -> None:

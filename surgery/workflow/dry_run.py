@@ -64,4 +64,4 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
 
 
 def _after(names: Sequence[str]) -> Expected:
-    return Expected(told=f"can be told after {' and '.join(names)}")
+    return Expected(told=f"known after {' and '.join(names)}")

@@ -196,7 +196,7 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
 
     steps, total = planned()
     assert not work.exists()
-    assert steps["sliced"]["told"] == "can be told after low" and steps["mixed"]["told"] == "can be told after pattern"
+    assert steps["sliced"]["told"] == "known after low" and steps["mixed"]["told"] == "known after pattern"
     assert "no dry run" in steps["pattern"]["told"] and "640 tokens" in steps["healed"]["told"]
     alone = plan_conversion(source, work / "low", TARGETS["lowrank"].settings({n: LOW[n] for n in LOW if n != "to"}))
     assert steps["low"]["disk"] == alone.disk["output_bytes"]

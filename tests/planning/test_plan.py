@@ -461,7 +461,7 @@ def test_the_verb_prints_a_table_and_writes_plan_and_picture(checkpoints, tmp_pa
         *(monkeypatch, capsys, *arguments, "--out", tmp_path / "plan.yaml", "--plot", tmp_path / "plan.svg"),
     )
     assert code == 0, error
-    assert "within the bytes" in out
+    assert "within the budget" in out
     assert "--bits auto" in " ".join(out.split())
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["to"] in ("lowrank", "quantized")
     assert "lowrank, bits auto" in (tmp_path / "plan.svg").read_text()

@@ -38,7 +38,9 @@ class Hybrid(Streaming):
     supports_multimodal = True
     options = (
         TargetOption(
-            " --streaming 1", {"streaming": 1}, caution="all heads stream; surgery heads finds those that may"
+            " --streaming 1",
+            {"streaming": 1},
+            caution="all heads stream; surgery heads finds the heads that tolerate it",
         ),
     )
 
