@@ -141,7 +141,7 @@ def test_report_and_card_are_written(converted):
     report = json.loads((result.path / REPORT).read_text())
     assert report["target"]["method"] == "xkv" and report["target"]["groups"] == [[0, 2]]
     assert report["layers"][0]["layer"] == "0-1" and 0 < report["layers"][0]["error"] < 1
-    assert "16 latents" in (result.path / "README.md").read_text()
+    assert "latents of rank 16" in (result.path / "README.md").read_text()
     layers = Checkpoint.open(str(result.path)).conversion()["layers"]
     figure = layer_errors({"rows": [{"name": "converted", "role": "checkpoint", "conversion": {"layers": layers}}]})
     assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[0.5]]  # between both

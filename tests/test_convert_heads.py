@@ -136,7 +136,7 @@ def test_report_and_card_say_what_it_is(converted):
     card = (path / "README.md").read_text()
     assert "1 KV heads instead of 2" in card and "multi-query" in card and "import surgery" not in card
     planted = report["calibration"]["recall"]
-    assert planted > 0 and f"{planted:.0%} of the text has facts planted" in card
+    assert planted > 0 and f"{planted:.0%} of the sequences have planted facts" in card
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def _describe_cache(source: dict, target: dict) -> str:
             if target.get("window")
             else ""
         )
-        return f"{_range(target['ranks'])} latents{exact}"
+        return f"latents of rank {_range(target['ranks'])}{exact}"
     if "kv_lora_ranks" not in target:
         return "keys and values"
     rank = _range(target["kv_lora_ranks"])
@@ -200,7 +200,7 @@ def _kept_matrices(report) -> str:
 def _range(numbers: list[int]) -> str:
     """Format the value of all layers, or their minimum and maximum."""
     least, greatest = min(numbers), max(numbers)
-    return str(least) if least == greatest else f"{least} to {greatest} by layer"
+    return str(least) if least == greatest else f"{least} to {greatest}"
 
 
 def _stage_table(healing: dict) -> Table:
