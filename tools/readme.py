@@ -64,7 +64,7 @@ def hook(report: dict[str, Any], recall_report: dict[str, Any]) -> str:
             f"{text_of('perplexity', 'source')} → {text_of('perplexity', name)}{recall}."
         )
     sentences.append(
-        f"Nothing else was trained. Keys are {recall_report['settings']['recall_prompts']} "
+        f"Nothing else was trained. Keys: {recall_report['settings']['recall_prompts']} "
         "([report](docs/smollm2/rows-recall/report.md))."
     )
     return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
@@ -76,12 +76,12 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     text = (
         f"Loss in nats per token, and perplexity, are on {settings['windows']} x {settings['length']:,} tokens of "
         f"prose that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
-        f"{long['length']:,}{_other_conversions(report, long_report)}. Recall is "
-        f"of {settings['recall_prompts']} numbers, planted in text and asked for at its end. Bytes are of the live "
-        f"cache ({report['created'][:10]}). Rows in code are the source and conversions of "
-        "it, with their first 4 tokens in full precision on top. The others are "
-        "[caches of engines](docs/research/engine-caches.md) without a conversion, by their names there; "
-        "oscar_int2 is our reading of its paper, whose share falls with the context. Intervals and KL divergences: "
+        f"{long['length']:,}{_other_conversions(report, long_report)}. Recall: "
+        f"{settings['recall_prompts']} numbers planted in text and asked for at its end. Bytes are measured on the "
+        f"live cache ({report['created'][:10]}). Rows in code font are the source and its conversions, which keep "
+        "the first 4 tokens in full precision on top. The others are "
+        "[caches of engines](docs/research/engine-caches.md) without a conversion, by the engines' names; "
+        "oscar_int2 is our reading of its paper, and its share falls with the context. Intervals and KL divergences: "
         "[report](docs/smollm2/rows/report.md), [in long windows](docs/smollm2/rows-8k/report.md)."
     )
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
