@@ -31,4 +31,4 @@ class KernelRequest(FileSettings):
     )
     baselines: bool = setting(True, "Measure PyTorch's kernels as well (SDPA, FlexAttention).")
     limit: float | None = setting(None, "Start no further case after this time.", unset="no limit", metavar="SECONDS")
-    device: str = setting("auto", "Device: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME")
+    device: str = setting("auto", "Device: cpu, cuda, cuda:1 …; auto is cuda if available.", metavar="NAME")

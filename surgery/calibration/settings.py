@@ -64,7 +64,7 @@ class ConversionSettings(FileSettings):
     seed: int = setting(0, "Seed of every random choice.", advanced=True)
     device: str = setting(
         "auto",
-        "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if there is one.",
+        "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if available.",
         section="Machine",
         metavar="NAME",
     )

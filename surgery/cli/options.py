@@ -47,7 +47,7 @@ KeepCodeOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    option("--device", "NAME", "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if there is one. [auto]", MACHINE),
+    option("--device", "NAME", "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if available. [auto]", MACHINE),
 ]
 ConfigOption = Annotated[
     Path | None,

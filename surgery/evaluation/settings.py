@@ -120,9 +120,7 @@ class EvalSettings(FileSettings):
     )
     seed: int = setting(0, "Seed of every random choice.", advanced=True)
     batch_size: int = setting(8, "Sequences at a time.", least=1, section="Machine")
-    device: str = setting(
-        "auto", "Where models run: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
-    )
+    device: str = setting("auto", "Where models run: cpu, cuda, cuda:1 …; auto is cuda if available.", metavar="NAME")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
         "auto",
         "Dtype for quality: auto is the checkpoint's, float32 on a CPU; fp32 is the same as float32. Bytes and "

@@ -78,7 +78,7 @@ class HeadSettings(FileSettings):
         False, "Keep layers in CPU memory and move each to the device when it runs.", section="Machine", advanced=True
     )
     device: str = setting(
-        "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if there is one.", metavar="NAME"
+        "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if available.", metavar="NAME"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
         "auto",
