@@ -84,7 +84,7 @@ class _CompactHelp:
         more: last line of a help that hides advanced options; {} is their number.
     """
 
-    more = "`--help-all` shows {} more options."
+    more = "Options hidden here: {}; `--help-all` shows them."
 
     def get_params(self, ctx) -> list:
         params = super().get_params(ctx)
