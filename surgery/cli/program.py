@@ -93,15 +93,16 @@ def inspect(
     from surgery.checkpoint.named_models import find_model
 
     source = find_model(checkpoint)
-    gc.disable()  # a tenth of the time of importing torch and transformers, and this ends before garbage matters
-
     if not as_json:
         from surgery.console.page import show_title
 
         show_title(Path(source).name)  # at once: what follows loads torch and transformers
 
+    gc.disable()  # a tenth of the time of importing torch and transformers, whose objects stay
     from surgery.console.inspection import show_inspection
     from surgery.inspection.inspect import inspect_checkpoint
+
+    gc.enable()
 
     inspection = inspect_checkpoint(source, allow_pickle=allow_pickle)
     show_inspection(inspection, checkpoint, as_json=as_json, verbose=verbose, titled=False)

@@ -242,12 +242,12 @@ class HybridLayer(CompactLayer):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether a part holds tokens."""
+        """True if a part holds tokens."""
         return any(part.is_initialized for part in self.parts)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether one pass over a text computes something else than decoding it token by token."""
+        """True if one pass over a text differs from decoding it token by token."""
         return any(part.reads_ahead for part in self.parts)
 
     @property

@@ -62,7 +62,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes: rank 0."""
+        """True for rank 0, the process that prints and writes."""
         return self.rank == 0
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], advance: Callable[[], Any] = int) -> list:

@@ -146,13 +146,13 @@ class Source(Opened):
 
     @property
     def qk_norm(self) -> bool:
-        """Whether any layer has QK norms."""
+        """True if any layer has QK norms."""
         unweighted = (self.family.unit_norm(self.config, layer) for layer in range(self.layers))
         return any(name.endswith(".q_norm.weight") for name in self.reader.names()) or any(unweighted)
 
     @property
     def mlp_bias(self) -> bool:
-        """Whether feed-forward layers have biases."""
+        """True if feed-forward layers have biases."""
         return any(".mlp." in name and name.endswith(".bias") for name in self.reader.names())
 
     def input_scale(self, layer: int) -> Tensor:

@@ -127,7 +127,7 @@ class ConvertSettings(RowSettings):
 
     @property
     def spreads(self) -> bool:
-        """Whether one budget is allocated over layers, whose sizes may then differ, if the target class allows it."""
+        """True if one budget is allocated over layers, whose sizes may then differ, if the target class allows it."""
         if self.allocate == "auto":
             compares = self.method == "fisher" and self.calibration != NO_CALIBRATION
             return compares and self.kv_lora_rank is None and self.rope_frequencies == "free"
@@ -135,7 +135,7 @@ class ConvertSettings(RowSettings):
 
     @property
     def is_open(self) -> bool:
-        """Whether no setting fixes the form of the result, so that packed rows are used if the source allows them."""
+        """True if no setting fixes the form of the result, so that packed rows are used if the source allows them."""
         is_fixed = (
             self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
         )
