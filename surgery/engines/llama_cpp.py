@@ -39,7 +39,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
     fields |= facts.cache(2)
     if facts.structure not in (MLA, DECILM) and facts.family not in LLAMAS:
         command = f"convert_hf_to_gguf.py {path} --outfile {path}.gguf && llama-server -m {path}.gguf"
-        reason = "surgery export writes Llama-class models only; llama.cpp's own converter is not tested"
+        reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"
         return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason)
     called = name_of(path)
     stem = path if called == path else Path(path).name  # a model of this package exports to the working folder

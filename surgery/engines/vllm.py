@@ -39,17 +39,17 @@ def cuda(facts: Facts, path: str) -> Verdict:
     fields |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
         code = " --trust-remote-code" if facts.structure == DECILM else ""
-        return Verdict(**fields, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="not tested on a GPU")
+        return Verdict(**fields, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="not tried on a GPU")
     dropped = _dropped(facts)
     if dropped:
         return Verdict(
             **fields,
             status=NOT_TRIED,
             command=f"vllm serve {path} --model-impl transformers",
-            reason=f"its own class {dropped}; its transformers backend is not tested",
+            reason=f"its own class {dropped}; its transformers backend was not tried",
             remedy=facts.again_for("vllm", OURS),
         )
-    checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; not tested on a GPU"
+    checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; not tried on a GPU"
     if facts.width == FAST_WIDTH:
         return Verdict(**fields, status=LOADS, command=f"vllm serve {path}", reason=checked)
     command = f"vllm serve {path} --attention-backend TRITON_MLA"
@@ -77,7 +77,7 @@ def cpu(facts: Facts, path: str) -> Verdict:
     dropped = _dropped(facts)
     if dropped:
         command = f"{SERVE_ON_CPU} {path} --model-impl transformers"
-        reason = f"its own class {dropped}; its transformers backend is not tested"
+        reason = f"its own class {dropped}; its transformers backend was not tried"
         return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again_for("vllm", OURS))
     rotated = ROTATED if facts.structure == MLA else ""
     command = f"{SERVE_ON_CPU} {path}{code}{rotated}"
