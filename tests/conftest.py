@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import atexit
 import gc
 import os
 import sys
@@ -61,14 +62,11 @@ def pytest_collection_modifyitems(items):
     gc.collect()
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # not before: pytest collects garbage ten times as it ends
     # transformers formats every config that it makes, two a model, for a line of a log that nobody reads.
     for name, config in LOGGED_CONFIGS.items():
         if module := sys.modules.get(name):
             getattr(module, config).__repr__ = object.__repr__
-
-
-def pytest_unconfigure():
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -151,6 +149,14 @@ def no_pictures():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "inline", lambda figure, prefix, title: Markup("<svg></svg>"))
+        yield
+
+
+@pytest.fixture
+def no_gradients():
+    import torch
+
+    with torch.no_grad():
         yield
 
 

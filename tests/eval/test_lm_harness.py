@@ -6,19 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 from sessions import Bars
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytest.importorskip("lm_eval")
-pytest.importorskip("datasets")
-
 from surgery.common.errors import SurgeryError
 from surgery.eval.session import Session
 from surgery.eval.tasks.lm_harness import LmHarnessTask
 from surgery.running.processes import Processes
+
+# Importing them would take a second of every process that collects tests.
+pytestmark = pytest.mark.skipif(not (find_spec("lm_eval") and find_spec("datasets")), reason="needs lm_eval, datasets")
 
 CHOICE = """
 task: user_choice

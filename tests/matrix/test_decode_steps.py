@@ -10,14 +10,10 @@ from written_models import IMAGES, QUICK, WRITTEN
 from surgery.acceleration import accelerate
 from surgery.kernels import operation
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 PROMPT, STEPS = 7, 4
 """Enough for windows to move, and for a block of 4 and a group of 8 after a window to become full."""
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 def fill(model: PreTrainedModel, padded: bool, cache: Cache) -> list[dict[str, torch.Tensor | None]]:

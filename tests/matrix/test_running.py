@@ -13,20 +13,16 @@ from own_models import LATENT, low_rank_entry, tiny_source, tokens
 from refusals import CROSS_LAYER, RUNNING
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, PreTrainedModel
-from written_models import IMAGES, INT4, QUICK, WRITTEN, from_entries
+from written_models import CUSTOM, IMAGES, INT4, QUICK, WRITTEN, from_entries
 
 from surgery.model import SurgeryForCausalLM
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 PROMPT, NEW = 5, 6
 LOSSY = [name for name in WRITTEN if name.startswith("quantized") or name in ("mixed", "cross_layer_prompt")]
 """Models whose cache gives back other numbers than it was given, or gives them back later than one pass would."""
 TOLERANCE = 2e-4
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 @cache
@@ -227,9 +223,6 @@ def test_runs_right_or_refuses(aspect, name):
     with pytest.raises(ValueError, match=pattern) as refusal:
         ASPECTS[aspect](name)
     assert "\n" not in str(refusal.value)
-
-
-CUSTOM = [name for name in WRITTEN if name not in ("mla", "fewer_heads")]
 
 
 @pytest.mark.parametrize("name", CUSTOM)

@@ -27,10 +27,6 @@ def model_of(entry, name="qwen3_vl"):
     return AutoModelForImageTextToText.from_config(config).eval()
 
 
-def frequencies_of(model):
-    return model.get_decoder().rotary_emb.inv_freq.tolist()
-
-
 def test_sections_in_a_row():
     decoder = model_of(None, "qwen2_5_vl").get_decoder()
     assert decoder.axes_of(tuple(decoder.rotary_emb.inv_freq.tolist())) == [0, 0, 1, 2]

@@ -20,12 +20,6 @@ INT4 = {"format": "int4", "group": 4, "window": 0, "keys": "channel"}
 INT8, WINDOW = INT4 | {"format": "int8"}, INT4 | {"window": 3}
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
 def plain(**overrides) -> SurgeryForCausalLM:
     """A llama in the custom model class, its attention as it was."""
     source = tiny_source("llama")

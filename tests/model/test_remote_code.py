@@ -10,7 +10,7 @@ from processes import Fork
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
-from written_models import IMAGES, WRITTEN, from_kind, inputs
+from written_models import CUSTOM, IMAGES, WRITTEN, from_kind, inputs
 
 import surgery.model
 from surgery.model import SurgeryForCausalLM, SurgeryForPicturesAndText, remote_code_files
@@ -21,7 +21,6 @@ FOLDER = Path(surgery.model.__file__).parent
 MOST_LINES = 2000
 """Most lines in the code of an MLA checkpoint, which its readers have to trust."""
 NOT_CARRIED = {"__init__", "auto_config", "auto_classes", "remote_code", "configuration_decilm"}
-OWN = [name for name in WRITTEN if name not in ("mla", "fewer_heads")]
 ENTRY_OF = {
     "latent": "modeling_surgery_latent",
     "latent_key_norm": "modeling_surgery_latent",
@@ -71,12 +70,12 @@ def entry_of(auto_map: dict[str, str]) -> str:
     return next(name.partition(".")[0] for key, name in auto_map.items() if key != "AutoConfig")
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ENTRY_OF)
 def test_a_checkpoint_carries_what_its_entry_module_imports(name, tmp_path):
     model = WRITTEN[name]()
     auto_map = saved(model, tmp_path)
     assert code(tmp_path) == {path.name: path.read_text() for path in remote_code_files(auto_map)}
-    assert entry_of(auto_map) == ENTRY_OF.get(name, entry_of(auto_map))
+    assert entry_of(auto_map) == ENTRY_OF[name]
     assert isinstance(model, SurgeryForPicturesAndText if name == IMAGES else SurgeryForCausalLM)
 
 
@@ -150,7 +149,7 @@ def check_elsewhere(models: dict[str, PreTrainedModel], prompts: dict[str, dict]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OWN, marks=pytest.mark.slow)], ids=["entries", "all"])
+@pytest.mark.parametrize("names", [QUICK, pytest.param(CUSTOM, marks=pytest.mark.slow)], ids=["entries", "all"])
 def test_loads_without_the_package(names, tmp_path):
     check_elsewhere({name: WRITTEN[name]() for name in names}, {name: inputs(name) for name in names}, tmp_path)
 

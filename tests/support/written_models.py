@@ -144,6 +144,9 @@ def _made(name: str) -> PreTrainedModel:
 WRITTEN = {name: partial(copy_of, name) for name in MAKERS}
 """Makes a model by name: those of `own_models.KINDS` and the other kinds, quantized caches, stock classes."""
 
+CUSTOM = [name for name in WRITTEN if name not in ("mla", "fewer_heads")]
+"""Those of the custom model class."""
+
 QUICK = ("latent", "low_rank", "window", "hybrid", "cross_layer_static", "quantized_plain", "quantized_latent", "mixed")
 """Kinds on which slow tests run by default."""
 
