@@ -21,7 +21,7 @@ REPORTS = sorted(path.parent for path in DOCS.rglob("report.json"))
 @pytest.mark.parametrize("key", PLOTS)
 def test_every_plot_is_the_same_wherever_it_is_drawn(key):
     """Draw names that are text and not formulas, and broken numbers, which leave gaps."""
-    report = sample_report(rows=3)
+    report = sample_report(rows=3 if key == "pareto-loss" else 2)  # of which one has no loss
     for row in report["rows"]:
         row["name"] = f"$\\frac{{{row['name']}<&$\x00\n"
     report["baseline"] = report["rows"][0]["name"]
@@ -165,7 +165,8 @@ def test_one_look_a_row():
 
 
 @pytest.mark.parametrize("folder", REPORTS, ids=lambda path: path.relative_to(DOCS).as_posix())
-def test_rows_that_are_shown_together_differ_in_color(folder):
+def test_rows_that_are_shown_together_differ_in_color(folder, monkeypatch):
+    monkeypatch.setattr(pareto, "_name_points", lambda *_: None)  # names take longest, and no color
     report = read_report(folder)
     together = [[look.color for look in looks(report) if not look.beaten or len(report["rows"]) <= 12]]
     for figure in filter(None, (pareto.loss(report), pareto.recall(report))):

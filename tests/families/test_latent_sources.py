@@ -239,11 +239,11 @@ def test_more_latents_are_nearer_to_the_source(checkpoints, tmp_path):
         return AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits.log_softmax(-1)
 
     want, divergence = log_probabilities(source), []
-    for rank in (4, 10, 14):
+    for rank in (4, 14):
         settings = ConvertSettings(**TEXT, kv_lora_rank=rank)
         result = log_probabilities(convert_checkpoint(source, tmp_path / str(rank), settings).path)
         divergence.append(float((want.exp() * (want - result)).sum(-1).mean()))
-    assert divergence == sorted(divergence, reverse=True) and divergence[0] > 5 * divergence[-1]
+    assert divergence[0] > 5 * divergence[1]
 
 
 def test_without_text_the_weights_choose(checkpoints, tmp_path):

@@ -73,11 +73,6 @@ def tables(settings, slots=256, dtype=torch.float64):
     return rotation_tables(settings["inv_freq"], slots, dtype)
 
 
-def rotation_of(settings, dtype):
-    within, begins = tables(settings, dtype=dtype)
-    return {"within": within, "begins": begins}
-
-
 def test_keys_are_rebuilt_normalized_and_rotated_to_their_slots():
     settings = inputs(1, 2, 4, 2, 8, 5, 200, biased=True, norm=True)
     inv_freq = settings.pop("inv_freq")
@@ -268,8 +263,9 @@ def check(name, dtype, device):
     both, lse = lowrank_attention(**wide, scale=inputs["query"].shape[-1] ** -0.5)
     assert_close("out", out.cpu(), both)
     assert_close("lse", log.cpu(), lse, units=4 * 2**13 if dtype != torch.float32 else 4)
-    again, _ = run(inputs, **how)
-    assert torch.equal(out, again)
+    if out.is_cuda or dtype == torch.float16:  # Triton's interpreter runs programs in one order
+        again, _ = run(inputs, **how)
+        assert torch.equal(out, again)
 
 
 @pytest.mark.parametrize("name", CASES)

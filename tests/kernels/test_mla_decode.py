@@ -39,11 +39,12 @@ def run(query, latent, rope_key, scale, *, splits=1, config=SMALL, **extra):
 
 
 def check(query, latent, rope_key, scale=0.1, *, units=4.0, **extra):
-    """The kernel against the reference in fp64, of inputs whose hidden tokens are clean; twice, for the same bits."""
+    """The kernel against the reference in fp64, of inputs whose hidden tokens are clean; twice on a GPU."""
     splits, config = extra.pop("splits", 1), extra.pop("config", SMALL)
     result = run(query, latent, rope_key, scale, splits=splits, config=config, **extra)
-    again = run(query, latent, rope_key, scale, splits=splits, config=config, **extra)
-    assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+    if query.is_cuda:  # Triton's interpreter runs programs in one order
+        again = run(query, latent, rope_key, scale, splits=splits, config=config, **extra)
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in extra.items()}
     expected = ragged_latent_attention(query.double(), latent.double(), rope_key.double(), scale, **wide)
     assert_close("out", result[0], expected[0], units=units)
