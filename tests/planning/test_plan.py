@@ -335,21 +335,18 @@ def test_scores_of_more_text_are_means_over_all_of_it():
     assert Scored([1.0], None, None).with_more(Scored([2.0], None, None)) == Scored([1.0, 2.0], None, None)
 
 
-def test_divergence_is_half_the_mean_square_of_what_tokens_lose(checkpoints):
-    settings, quiet = PlanSettings(**TEXT, **CONTEXT), Progress(silent=True)
-    opened = Source.open(checkpoints("llama"), settings)
-    texts = load_texts(opened, settings, quiet)
-    with opened_work(opened, settings, texts, quiet) as work:
-        sized = Candidates(opened, work, settings).sized(find_target("lowrank"), {"kv_ratio": 0.3}, None)
-        result = measure([sized], work, texts.held_out)
-        hidden, stream = opened.stream.embed(texts.held_out.tokens), opened.stream
-        own = hidden.clone()
-        for index in range(opened.layers):
-            with stream.layer(index) as layer:
-                hidden = stream.run_layer(layer, hidden, 4)
-                own = stream.run_layer(layer, own, 4, sized.structure.closed_form(work, index))
-        losses = (stream.token_losses(each[:4], texts.held_out.tokens[:4]) for each in (own, hidden))
-    own, source = losses
+def test_divergence_is_half_the_mean_square_of_what_tokens_lose(at_work):
+    settings, opened, texts, work = at_work("llama")
+    sized = Candidates(opened, work, settings).sized(find_target("lowrank"), {"kv_ratio": 0.3}, None)
+    result = measure([sized], work, texts.held_out)
+    hidden, stream = opened.stream.embed(texts.held_out.tokens), opened.stream
+    own = hidden.clone()
+    for index in range(opened.layers):
+        with stream.layer(index) as layer:
+            hidden = stream.run_layer(layer, hidden, 4)
+            own = stream.run_layer(layer, own, 4, sized.structure.closed_form(work, index))
+    count = texts.held_out.texts
+    own, source = (stream.token_losses(each[:count], texts.held_out.tokens[:count]) for each in (own, hidden))
     assert result.source.divergence == 0
     assert (
         result.scored[0].divergence == pytest.approx(float((own - source).square().mean()) / 2)
