@@ -9,7 +9,11 @@ from conversions import convert_checkpoint
 from safetensors.torch import load_file
 
 from surgery.calibration import layer_statistics
+from surgery.calibration.texts import load_texts
+from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
+from surgery.running.source import Source
+from surgery.structures.context import ConversionContext
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -45,9 +49,15 @@ def test_the_same_bits_from_statistics_that_were_kept(checkpoints, tmp_path, mon
 
 def test_other_facts_are_other_statistics(checkpoints, tmp_path):
     settings = LowRankSettings(**QUICK, keep_statistics=str(tmp_path / "kept"))
-    changes = ({}, {"seed": 1}, {"batch_size": 2}, {"calibration_tokens": 48}, {"dtype": "float64"})
-    for number, change in enumerate(changes):
-        message = Told()
-        convert_checkpoint(checkpoints("llama"), tmp_path / str(number), replace(settings, **change), progress=message)
-        assert not any("statistics: loaded from" in note for note in message.notes), change
-        assert len(list((tmp_path / "kept").iterdir())) == number + 1, change
+    entries = 0
+    for change in ({}, {"seed": 1}, {"batch_size": 2}, {"calibration_tokens": 48}, {"dtype": "float64"}, {}):
+        message, changed = Told(), replace(settings, **change)
+        opened = Source.open(checkpoints("llama"), changed)
+        texts = load_texts(opened, changed, message)
+        work = ConversionContext.in_folder(Snapshots(), opened, changed, texts, message)
+        with work.library, work.store:
+            work.gather()
+        known = any("statistics: loaded from" in note for note in message.notes)
+        entries += not known
+        assert len(list((tmp_path / "kept").iterdir())) == entries, change
+        assert known == (entries == 5 and not change), change
