@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -35,6 +36,17 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
+@pytest.fixture(scope="module")
+def merged(picture_models, tmp_path_factory):
+    """Gives a model whose heads were merged, converted once; to be read."""
+
+    @cache
+    def get(name):
+        return convert_checkpoint(picture_models(name), tmp_path_factory.mktemp("merged") / "out", HALF)
+
+    return get
+
+
 MERGED = ("llava", "llava_next", "mistral3 of ministral3", "qwen2_5_vl")
 BROKEN = pytest.mark.xfail(
     transformers.__version__ == "5.24.0",
@@ -47,11 +59,10 @@ MLA_INSIDE = "mistral3 of mistral4"
 
 @pytest.mark.parametrize("name", [*MERGED, pytest.param("llama4", marks=[pytest.mark.slow, BROKEN])])
 @torch.no_grad()
-def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name):
+def test_heads_are_merged_and_pictures_still_work(picture_models, merged, tmp_path, name):
     source = picture_models(name)
     before = weights(source)
-    forecast = plan_conversion(source, tmp_path / "forecast", HALF)
-    result = convert_checkpoint(source, tmp_path / "out", HALF)
+    forecast, result = plan_conversion(source, tmp_path / "forecast", HALF), merged(name)
     assert result.report.target["model_type"] == forecast.target["model_type"] == name.split()[0]
     assert result.report.target["engines"] == {
         engine: {**entry, "command": entry["command"] and entry["command"].replace("CKPT", "out")}
@@ -76,12 +87,10 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, tmp_path, name
     assert "one KV head already" in rows["gqa"]["reasons"][0]
     assert rows["lowrank"]["class"] == ("surgery_pictures" if name.split()[0] in HOLD_CUSTOM else None)
 
-    results = [
-        loaded(folder).generate(**prompt(name), max_new_tokens=4, do_sample=False)
-        for folder in (source, tmp_path / "out")
-    ]
+    models = loaded(source), loaded(result.path)
+    results = [model.generate(**prompt(name), max_new_tokens=4, do_sample=False) for model in models]
     assert results[0].shape == results[1].shape
-    check_caches(loaded(result.path), prompt(name))
+    check_caches(models[1], prompt(name))
 
 
 @torch.no_grad()
@@ -153,22 +162,22 @@ def test_evaluation_runs_what_reads_the_text(picture_models, name):
     assert alone.config.model_type == {"llava": "llama", "qwen2_5_vl": "surgery"}[name]
 
 
-def test_healing_writes_the_language_model_in_its_place(picture_models, tmp_path, monkeypatch):
+def test_healing_writes_the_language_model_in_its_place(picture_models, merged, tmp_path, monkeypatch):
     monkeypatch.setattr("surgery.healing.heal.run_to_its_end", trained_here)
     name = "qwen2_5_vl"
-    convert_checkpoint(picture_models(name), tmp_path / "converted", HALF)
+    converted = merged(name).path
     settings = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
     settings |= {"train": "lora", "warmup": 0, "held_out": 1, "lora_modules": ["q_proj", "v_proj"]}
-    request = HealRequest(str(tmp_path / "converted"), tmp_path / "healed", overrides=settings, measure=None)
+    request = HealRequest(str(converted), tmp_path / "healed", overrides=settings, measure=None)
     assert plan_healing(request).estimate
     healed = heal_checkpoint(request).path
-    before, after = weights(tmp_path / "converted"), weights(healed)
+    before, after = weights(converted), weights(healed)
     assert list(after) == list(before)
     changed = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
     assert len(changed) >= 4 and all(key.split(".")[-2] in PROJECTIONS and "layers." in key for key in changed)
     assert not any("vis" in key for key in changed)
     config = "config.json"
-    assert json.loads((healed / config).read_text()) == json.loads((tmp_path / "converted" / config).read_text())
+    assert json.loads((healed / config).read_text()) == json.loads((converted / config).read_text())
     assert loaded(healed)(**prompt(name)).logits.isfinite().all()
     assert {check.outcome for check in verify_checkpoint(healed, device="cpu").checks} == {PASSED}
 
