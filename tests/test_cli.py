@@ -62,12 +62,12 @@ def test_errors_are_one_line(case, checkpoints, tmp_path, monkeypatch, capsys):
     assert listing(tmp_path) == ["bad.yaml"]
 
 
-def test_a_process_ends_with_code_1_and_no_traceback(tmp_path):
+def test_a_process_ends_with_code_1_and_no_traceback(tmp_path, monkeypatch, capsys):
     process = launch("convert", tmp_path / "absent")
     assert process.returncode == 1
     assert process.stdout == ""
     assert re.fullmatch(r"surgery: error: .*absent: no such folder.*\n", process.stderr)
-    assert launch("convert", "--no-such-flag").returncode == 2
+    assert run_main(monkeypatch, capsys, "convert", "--no-such-flag")[0] == 2
 
 
 # Runs one command line after the other and says of each how it ended and what was loaded by then.
