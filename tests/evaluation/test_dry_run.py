@@ -15,6 +15,8 @@ from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.structures.registry import TARGETS
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SMALL = {"windows": 3, "length": 96, "decoded": 4, "recall_prompts": 3, "batch_size": 2, "device": "cpu"}
 SMALL |= {
     "new_tokens": 3,
