@@ -35,7 +35,10 @@ class Sized:
     Attributes:
         asked: settings of the conversion in addition to the plan's.
         settings: all settings of the conversion.
-        engine, status: always None. See :class:`surgery.planning.weighed.Weighed` for the others.
+        config: config.json of the result.
+        kv_bytes: KV bytes of all sequences at the plan's context.
+        engines: each engine's verdict on the result.
+        engine, status: always None, unlike those of an :class:`surgery.planning.engine_formats.EngineFormat`.
     """
 
     target: Target

@@ -24,6 +24,7 @@ from surgery.families import LATENT_FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import cached_heads, causal_attention, output
 from surgery.model.cache_layer import CacheLayer, check_full_attention
+from surgery.planning.candidates import Sized
 from surgery.planning.settings import ENGINE, PlanSettings
 from surgery.running.source import Source
 from surgery.structures.context import ConversionContext
@@ -50,11 +51,6 @@ class EngineFormat:
     layers: tuple[CacheLayer, ...]
     skipped: tuple[int, ...] = ()
     to = None
-
-    @property
-    def all_layers(self) -> range:
-        """Indices of the model's layers."""
-        return range(len(self.layers))
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -103,7 +99,7 @@ class EngineFormat:
     @property
     def full_attention(self) -> list[int]:
         """Indices of the layers without a sliding window."""
-        return [layer for layer in self.all_layers if not self._has_window(layer)]
+        return [layer for layer in range(len(self.layers)) if not self._has_window(layer)]
 
     def _has_window(self, layer: int) -> bool:
         return self.layers[layer].is_sliding
@@ -115,10 +111,6 @@ class EngineFormat:
     def attention(self, work: ConversionContext, layer: int) -> nn.Module:
         """Return the source's attention over the engine's cache format."""
         return CodedAttention(source_anatomy(self.opened, layer), self.layers[layer])
-
-    def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
-        """Raise NotImplementedError: layers are not grouped."""
-        raise NotImplementedError
 
     def skipping(self, layers: Sequence[int]) -> EngineFormat:
         """Return the format with these layers in full precision."""
@@ -140,6 +132,10 @@ class EngineFormat:
                 break
             best = larger
         return best
+
+
+Weighed = Sized | EngineFormat
+"""Candidate of a plan with known KV bytes: a conversion, or an engine's own cache format."""
 
 
 class CodedAttention(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint.tensors import as_bytes
-from surgery.planning.weighed import Weighed
+from surgery.planning.engine_formats import Weighed
 from surgery.structures.context import ConversionContext
 
 LEVEL = 0.8
@@ -45,14 +45,14 @@ class Increase:
         return cls(mean, mean - half, mean + half)
 
 
-def student_t(freedom: int, level: float = LEVEL) -> float:
+def student_t(freedom: int) -> float:
     """Compute the half-width of Student's confidence interval in standard errors.
 
-    The relative error is 0.2% at level 0.8 and three degrees of freedom.
+    The relative error is 0.2% at three degrees of freedom.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     terms = (
         z,
         (z**3 + z) / 4,

@@ -23,13 +23,12 @@ from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
 from surgery.planning.candidates import Candidates, allowed_candidates, held_bytes, structure_of
-from surgery.planning.engine_formats import EngineFormat, engine_formats
+from surgery.planning.engine_formats import EngineFormat, Weighed, engine_formats
 from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, far_behind, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.planning.sizes import SHARES, around_best, first_round, look_for_loss
-from surgery.planning.weighed import Weighed
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf

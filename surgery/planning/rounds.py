@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from surgery.calibration.held_out import HeldOut
+from surgery.planning.engine_formats import Weighed
 from surgery.planning.measure import Carried, Scored
 from surgery.planning.rows import Row, contenders, far_behind
-from surgery.planning.weighed import Weighed
 
 Scores = list[tuple[Scored, Scored]]
 """Scores of candidates, each paired with the source's on the same texts."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.human import cost
+from surgery.planning.engine_formats import Weighed
 from surgery.planning.measure import Scored, student_t
-from surgery.planning.weighed import Weighed
 
 ANSWER_WEIGHT = 0.05
 """Weight of the loss increase on recall answers relative to that on text, whose mean loss hides failures of recall."""

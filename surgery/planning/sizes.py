@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from surgery.planning.candidates import Candidates, Sized
+from surgery.planning.engine_formats import Weighed
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import far_behind
-from surgery.planning.weighed import Weighed
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 """Default shares of the source's bytes, for an overview."""
