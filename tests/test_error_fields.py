@@ -30,7 +30,7 @@ def test_every_setting_names_itself(settings_class):
             if reference in (None, ()) or (limit != "choices" and setting.choices):
                 continue
             with pytest.raises(SurgeryError) as caught:
-                setting.parse(value, "settings.yaml")
+                setting.parse(value)
             assert caught.value.setting == name, (name, limit)
             attempts += 1
     assert attempts

@@ -281,7 +281,7 @@ def test_a_source_of_the_hub_is_found_again_there(converted, source, monkeypatch
     requests = []
     monkeypatch.setattr(recorded_source, "download", lambda *each, **more: requests.append((each, more)) or source)
     assert recorded_source.find_source(CheckpointReader.open(converted)) == source
-    assert requests == [(("org/base",), {"revision": "abc", "allow_pickle": False})]
+    assert requests == [(("org/base",), {"revision": "abc"})]
 
     def gone(*each, **more):
         raise SurgeryError("not reachable")

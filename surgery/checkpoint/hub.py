@@ -25,7 +25,7 @@ def is_downloaded(name: str) -> bool:
     return any(fnmatch(name, kind) for kind in _FILES) and not any(fnmatch(name, kind) for kind in _UNWANTED)
 
 
-def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
+def download(repo: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
     """Download a checkpoint's weights, configs, tokenizer and code to the hub's cache and return its folder.
 
     Raises:
@@ -39,7 +39,7 @@ def download(repo: str, *, revision: str | None, allow_pickle: bool) -> Path:
             names = _FILES + _PICKLES
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names, ignore_patterns=_UNWANTED))
     except Exception as error:  # errors of the hub, its HTTP library or the disk
-        raise SurgeryError(f"{repo}: no such folder, and the hub says: {reason(error, revision)}") from error
+        raise SurgeryError(f"{repo}: no such folder, and the hub says: {reason(error)}") from error
     return folder
 
 
@@ -50,7 +50,7 @@ def id_of_snapshot(path: Path) -> tuple[str, str] | None:
     return path.parent.parent.name.removeprefix("models--").replace("--", "/", 1), path.name
 
 
-def reason(error: Exception, revision: str | None = None) -> str:
+def reason(error: Exception) -> str:
     """Describe an error of the hub, its HTTP library or the disk in one line."""
     from huggingface_hub import errors
 
@@ -59,8 +59,6 @@ def reason(error: Exception, revision: str | None = None) -> str:
         return "access is gated; accept its terms on huggingface.co and run `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "the model does not exist or is private; check the name or run `hf auth login`"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"no revision {revision!r}; check --revision"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return "the hub is not reachable and the model is not in the cache; check the path or the network"
     detail = str(error).strip().partition("\n")[0]

@@ -45,7 +45,7 @@ def smollm2() -> Path:
     from surgery.checkpoint.hub import download
 
     try:
-        return download(_SMOLLM2_HUB, revision=None, allow_pickle=False)
+        return download(_SMOLLM2_HUB)
     except SurgeryError:
         raise SurgeryError(
             f"{SMOLLM2}: not installed, and {_SMOLLM2_HUB} is not reachable: "

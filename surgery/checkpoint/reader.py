@@ -90,21 +90,20 @@ class CheckpointReader:
         self.left_out: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, source: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> CheckpointReader:
+    def open(cls, source: str | Path, *, allow_pickle: bool = False) -> CheckpointReader:
         """Open a local folder, a GGUF file or, if no such path exists, a hub model such as ``org/name``.
 
         Reads the config, the index and the shards' headers, but no weights.
 
         Args:
             source: the folder, the GGUF file, a folder with one GGUF file, or the hub id.
-            revision: branch, tag or commit on the hub.
             allow_pickle: accept pytorch_model.bin if there is no safetensors file.
 
         Raises:
             SurgeryError: there is no such checkpoint, or it is incomplete, damaged or contradictory.
         """
         with disk_errors(Path(source)):
-            path = locate(source, revision=revision, allow_pickle=allow_pickle)
+            path = locate(source, allow_pickle=allow_pickle)
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
             stamp = stamp_of(path)  # before reading, so that later changes are detected

@@ -101,13 +101,13 @@ class Setting:
         """Flag name without dashes, with underscores as in a file."""
         return self.info.flag or self.name
 
-    def parse(self, value: Any, where: str = "") -> Any:
+    def parse(self, value: Any) -> Any:
         """Convert a value to the field's type and check its limits.
 
         Raises:
             SurgeryError: the value has the wrong type or exceeds a limit.
         """
-        value = self.converted(value, f"{where}: {self.name}" if where else self.name)
+        value = self.converted(value, self.name)
         for each in value if self.many else (value,):
             if each is not None:
                 self._check(each)

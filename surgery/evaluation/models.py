@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -50,7 +49,6 @@ class Checkpoint:
         *,
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
-        advance: Callable[[int], Any] | None = None,
     ) -> Checkpoint:
         """Open ``path``, ``org/name`` or ``row name=path`` and hash the weights.
 
@@ -59,7 +57,7 @@ class Checkpoint:
         """
         name, path = name_and_path(label)
         reader = language_model(open_source(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
-        return cls(name, path, reader, reader.fingerprint(advance), trust_remote_code)
+        return cls(name, path, reader, reader.fingerprint(), trust_remote_code)
 
     @property
     def place(self) -> str:

@@ -55,7 +55,7 @@ def _candidate_paths(converted: Path, source: dict[str, Any]) -> Iterator[Path]:
             candidates.append(smollm2())
     if "hub" in source:
         with suppress(SurgeryError):  # the hub is not reachable
-            candidates.append(download(source["hub"], revision=source["revision"], allow_pickle=False))
+            candidates.append(download(source["hub"], revision=source["revision"]))
     for place in dict.fromkeys(candidates):
         if place.exists() and place.resolve() != converted.resolve():
             yield place

@@ -222,10 +222,10 @@ class TestHubLayout:
         monkeypatch.setattr(
             huggingface_hub, "snapshot_download", lambda repo, **options: calls.append((repo, options)) or str(single)
         )
-        reader = CheckpointReader.open("some-org/Some.Model-1", revision="v2")
+        reader = CheckpointReader.open("some-org/Some.Model-1")
         assert reader.path == single
         (repo, options) = calls.pop()
-        assert (repo, options["revision"]) == ("some-org/Some.Model-1", "v2")
+        assert repo == "some-org/Some.Model-1"
         assert "*.safetensors" in options["allow_patterns"]
         assert not any(".bin" in pattern for pattern in options["allow_patterns"])
 
@@ -269,7 +269,7 @@ class TestHubLayout:
         [
             ("GatedRepoError", "gated"),
             ("RepositoryNotFoundError", "does not exist or is private"),
-            ("RevisionNotFoundError", "no revision"),
+            ("RevisionNotFoundError", "RevisionNotFoundError"),
         ],
     )
     def test_errors_of_the_hub(self, monkeypatch, kind, words):

@@ -34,7 +34,6 @@ def test_source(tmp_path, single):
     refused(tmp_path / "nowhere", "no such folder")
     refused("./org/name", "no such folder")
     refused(single / "config.json", "is a file; pass the checkpoint folder")
-    refused(single, "no revision 'v1'", revision="v1")
 
 
 @pytest.mark.parametrize(
