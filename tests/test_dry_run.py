@@ -143,7 +143,7 @@ def test_too_small_a_disk_is_told_beside_the_plan(checkpoints, tmp_path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     code, output, errors = run_main(monkeypatch, capsys, *verb, "--out", tmp_path / "out", "--json")
     plan = json.loads(output)
-    assert code == 1 and "the disk has 1.0 KB free" in errors and plan["refusal"] in errors
+    assert code == 1 and "the disk has 1,000 B free" in errors and plan["refusal"] in errors
     assert plan["memory"]["host_bytes"] > 0 and plan["disk"]["output_free_bytes"] == 1000
 
 

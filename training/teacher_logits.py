@@ -24,8 +24,9 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.checkpoint.disk import disk_errors, format_size, free_bytes, read_json, read_json_or_empty, written_whole
+from surgery.checkpoint.disk import disk_errors, free_bytes, read_json, read_json_or_empty, written_whole
 from surgery.common.errors import SurgeryError
+from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.running.processes import ALONE, Processes
 from surgery.training.chunks import States
@@ -147,8 +148,8 @@ class TeacherLogits:
         if needed > (free := free_bytes(self.folder)):
             raise SurgeryError.at(
                 self.folder,
-                f"the missing teacher logits take {format_size(needed)}, the disk has"
-                f" {format_size(free)} free; lower teacher_top_k ({self.identity.k}) or train on fewer sequences",
+                f"the missing teacher logits take {size(needed)}, the disk has"
+                f" {size(free)} free; lower teacher_top_k ({self.identity.k}) or train on fewer sequences",
             )
         for numbers in missing[processes.rank :: processes.count]:
             pieces = []

@@ -46,14 +46,6 @@ def parse_size(size: int | str, name: str = "") -> int:
     return count
 
 
-def format_size(count: int) -> str:
-    """Format bytes in decimal units: ``16.1 GB``."""
-    for unit in ("GB", "MB", "KB"):
-        if count >= _UNITS[unit]:
-            return f"{count / _UNITS[unit]:.1f} {unit}"
-    return f"{count} bytes"
-
-
 def check_encoding(path: Path) -> None:
     """Check that Rust libraries such as safetensors and tokenizers can open a path.
 

@@ -17,7 +17,6 @@ from typing import TextIO
 from surgery.checkpoint.disk import (
     check_encoding,
     disk_errors,
-    format_size,
     free_bytes,
     sync_folder,
     sync_tree,
@@ -25,6 +24,7 @@ from surgery.checkpoint.disk import (
 )
 from surgery.common.errors import SurgeryError
 from surgery.common.file_lock import hold
+from surgery.common.human import size
 from surgery.common.interruption import resumes_from
 from surgery.common.ownership import (
     IsOwned,
@@ -100,7 +100,7 @@ class Staging:
             free = free_bytes(self.out.parent) + tree_bytes(self.partial) - tree_bytes(self.partial / UNFINISHED)
         if needed + _SPARE_BYTES > free:
             raise NoSpace(
-                f"{self.out}: needs {format_size(needed + _SPARE_BYTES)}, the disk has {format_size(free)} free;"
+                f"{self.out}: needs {size(needed + _SPARE_BYTES)}, the disk has {size(free)} free;"
                 " free some or choose another --out"
             )
 
