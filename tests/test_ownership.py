@@ -166,7 +166,7 @@ class TestUnfinished:
 
     def test_healing_from_scratch_keeps_files_of_others(self, tmp_path, checkpoints, monkeypatch, capsys):
         work, source = tmp_path / "out.healing", checkpoints("llama")
-        WorkFolder(work, lambda: matching(()), ()).open()
+        WorkFolder(work, lambda: matching(())).open()
         (work / "notes.txt").write_text("mine")
         command = ["heal", source, "--teacher", source, "--data", HELD_OUT, "--max-steps", "1", "--restart"]
         code, _, error = run_main(monkeypatch, capsys, *command, "--out", tmp_path / "out")
@@ -177,7 +177,7 @@ class TestUnfinished:
         (tmp_path / "out.healing").mkdir()
         (tmp_path / "out.healing" / "heal.yaml").write_text("mine")
         with pytest.raises(SurgeryError, match="not written by surgery"):
-            WorkFolder(tmp_path / "out.healing", lambda: matching(["heal.yaml"]), ("trained.run",)).open()
+            WorkFolder(tmp_path / "out.healing", lambda: matching(["heal.yaml"])).open()
 
     def test_a_temporary_file_does_not_take_a_users_name(self, tmp_path):
         (tmp_path / "plan.yaml.partial").write_text("mine")
@@ -320,7 +320,7 @@ def world(root: Path) -> list[Path]:
 
 def healing_folder(root: Path) -> WorkFolder:
     path = root / "out.healing"
-    return WorkFolder(path, lambda: healing._owned(path), ("trained", "trained.run"))
+    return WorkFolder(path, lambda: healing._owned(path))
 
 
 def runs(root: Path):

@@ -61,7 +61,7 @@ from surgery.training.models import (
 from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
-from surgery.training.run_folder import CHECKPOINT_FILES, LOG, PROOF, RUN_FILES
+from surgery.training.run_folder import CHECKPOINT_FILES, LOG, RUN_FILES
 from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
 from surgery.training.teacher_logits import open_logits
@@ -340,7 +340,7 @@ def _open_log(
 
 
 def _create_run_folder(run: Path, alone: ExitStack, *, anew: bool) -> None:
-    WorkFolder(run, lambda: matching(RUN_FILES), PROOF).open()
+    WorkFolder(run, lambda: matching(RUN_FILES)).open()
     with disk_errors(run):
         # The lock also guards against a training that outlives its killed `surgery heal` and still saves its state.
         alone.enter_context(kept_apart(run))

@@ -14,7 +14,6 @@ TOKEN_FILES = ("about.json", "tokens.i4", "labeled.u1", "lengths.i8")
 """Files of a tokenized source."""
 
 CHECKPOINT_FILES = tuple(f"{name}/{file}" for name in ("step-*", "best", "best.partial") for file in STATE_FILES)
-PROOF = ("checkpoints", "data")
 RUN_FILES = (
     *(LOG, f".{LOG}.*.partial", MARKER, f".{MARKER}.*.partial", LOCK),
     *(f"checkpoints/{file}" for file in CHECKPOINT_FILES),

@@ -24,11 +24,10 @@ class WorkFolder:
     Args:
         path: path of the folder.
         owned: returns the predicate of files that runs have written so far, besides marker and lock.
-        proof: subfolders that identify the folder of a version without markers.
     """
 
-    def __init__(self, path: Path, owned: Callable[[], IsOwned], proof: tuple[str, ...]):
-        self.path, self._owned, self._proof = path, owned, proof
+    def __init__(self, path: Path, owned: Callable[[], IsOwned]):
+        self.path, self._owned = path, owned
 
     def open(self) -> None:
         """Create the folder, or reuse that of an earlier run.
@@ -74,7 +73,4 @@ class WorkFolder:
                 return is_own(json.loads(marker.read_text(encoding="utf-8")))
             except ValueError:
                 return False
-        names = {path.name for path in self.path.iterdir()} - {LOCK}
-        return not names or (
-            any((self.path / name).is_dir() for name in self._proof) and first_foreign(self.path, self._all()) is None
-        )
+        return {path.name for path in self.path.iterdir()} <= {LOCK}

@@ -189,7 +189,7 @@ def _healed(
 def work_folder_of(out: Path) -> WorkFolder:
     """Return the work folder of a healing: ``<out>.healing``."""
     work = out.with_name(f"{out.name}.healing")
-    return WorkFolder(work, lambda: _owned(work), (TRAINED, f"{TRAINED}.run"))
+    return WorkFolder(work, lambda: _owned(work))
 
 
 def _owned(work: Path) -> IsOwned:
