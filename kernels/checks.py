@@ -48,7 +48,7 @@ def check_positive(name: str, **numbers: int | None) -> None:
             raise ValueError(f"{name}: {what} must be at least 1, not {number}")
 
 
-def too_wide(query: Tensor, value: Tensor, max_width: int = 256) -> str | None:
+def too_wide(query: Tensor, value: Tensor) -> str | None:
     """Return the reason if heads are wider than the tile of a kernel that holds whole heads, or None if they fit."""
     widest = max(query.shape[-1], value.shape[-1])
-    return f"head size {widest} exceeds {max_width}" if widest > max_width else None
+    return f"head size {widest} exceeds 256" if widest > 256 else None

@@ -23,8 +23,8 @@ class Operation:
     """Operator `surgery::<name>` with the signature of its reference: runs Triton kernels, or else the reference.
 
     Calls are planned once (`plan.py`) and launched without PyTorch's dispatcher, unless the operator must stay visible:
-    to `torch.compile`, autograd, dispatch modes or tensor subclasses. Decode operators have no gradient: a backward
-    pass raises PyTorch's error, unless a backward is registered (`mla_prefill`).
+    to `torch.compile`, autograd, dispatch modes or tensor subclasses. Operators have no gradient: a backward pass
+    raises PyTorch's error.
 
     Args:
         reference: PyTorch implementation; the schema is inferred from its annotated signature.
@@ -160,9 +160,3 @@ def attention_outputs(query: Tensor, width: int) -> Results:
     """Allocate out [B, T, H, width] in the dtype of query [B, T, H, ·], and lse [B, T, H] in at least fp32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     return query.new_empty(*query.shape[:3], width), query.new_empty(query.shape[:3], dtype=wide)
-
-
-def prefill_outputs(call: SimpleNamespace) -> Results:
-    """Allocate out [B, T, H, v] and lse [B, H, T] for queries [B, H, T, ·] and values [B, G, S, v]."""
-    out, lse = attention_outputs(call.query.transpose(1, 2), call.value.shape[-1])
-    return out, lse.new_empty(call.query.shape[:3])

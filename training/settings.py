@@ -174,9 +174,9 @@ class HealSettings(FileSettings):
         metavar="SECONDS",
     )
     max_steps: int | None = setting(None, "Stop after this many steps.", least=1)
-    attention: Literal["auto", "model", "surgery"] = setting(
+    attention: Literal["auto", "model"] = setting(
         "auto",
-        "Attention function: surgery is this project's kernel, model the one that the model loads with.",
+        "Attention function: model is the one that the model loads with.",
         more="auto: PyTorch's fused kernel for any head sizes on a CPU, the model's on a GPU.",
         section="Machine",
         advanced=True,

@@ -18,10 +18,6 @@ from torch import Tensor
 Inputs = dict[str, Tensor]
 Place = dict[str, Any]
 """Fields common to all cases, by name."""
-MOST_PREFILL = 32_768
-"""Maximum tokens of a prefill case; longer prompts take seconds per call."""
-PIECE = 128
-"""Queries at either end of a prompt that are checked in float64; their logits over all keys fit into memory."""
 Baseline = Callable[[Inputs], Callable[[], Tensor]]
 """Function from a case's inputs to a call that computes the same output; preparation of layouts is not timed."""
 
@@ -159,22 +155,3 @@ class DecodeCase(Case):
     def _double(self, inputs: Inputs, row: int) -> Inputs:
         rows = {name: tensor if name in self.unbatched else tensor[row : row + 1] for name, tensor in inputs.items()}
         return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rows.items()}
-
-
-class PrefillCase(Case):
-    """Prefill case: queries [B, H, S, ·], keys and values [B, G, S, ·], any other input [G], by KV head."""
-
-    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """Yield the first and last queries of the first query head of the first and the last KV head."""
-        piece, groups = min(PIECE, self.context), inputs["key"].shape[1]
-        each = inputs["query"].shape[1] // groups
-        for group in sorted({0, groups - 1}):
-            head = group * each
-            one = {name: tensor[group : group + 1] for name, tensor in inputs.items() if tensor.dim() == 1}
-            last = {name: inputs[name][:1, group : group + 1].double() for name in ("key", "value")}
-            last["query"] = inputs["query"][:1, head : head + 1].double()
-            first = {name: tensor[:, :, :piece] for name, tensor in last.items()}
-            last["query"] = last["query"][:, :, -piece:]
-            with quietly():
-                yield lambda out, h=head: out[:1, :piece, h : h + 1], self.run(one | first)
-                yield lambda out, h=head: out[:1, -piece:, h : h + 1], self.run(one | last)

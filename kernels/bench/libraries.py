@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from surgery.kernels.bench.case import Baseline, Inputs
 
@@ -22,13 +22,8 @@ SDPA = {
 }
 
 
-def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, backend: str, *, causal: bool = False
-) -> Callable[[], Tensor]:
-    """Return a call of PyTorch's SDPA with a single backend; query [B, H, T, d], key and value [B, G, S, ·]."""
-    width = value.shape[-1]
-    if backend == "Flash" and key.shape[-1] != width:
-        value = pad(value, (0, key.shape[-1] - width))  # supports one width only
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, backend: str) -> Callable[[], Tensor]:
+    """Return a call of PyTorch's SDPA with a single backend; query [B, H, T, d], key and value [B, G, S, d]."""
     grouped = query.shape[1] != key.shape[1]
     if backend == "efficient" and grouped:
         # No GQA support, so expand the KV heads.
@@ -41,18 +36,16 @@ def sdpa(
     def call() -> Tensor:
         with sdpa_kernel(SDPA[backend]):
             out = scaled_dot_product_attention(
-                query, key, value, is_causal=causal, scale=scale, **({"enable_gqa": True} if grouped else {})
+                query, key, value, scale=scale, **({"enable_gqa": True} if grouped else {})
             )
-        return out[..., :width].transpose(1, 2)
+        return out.transpose(1, 2)
 
     return call
 
 
-def all_sdpa(
-    arguments: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]], scale: float, **more: bool
-) -> dict[str, Baseline]:
+def all_sdpa(arguments: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]], scale: float) -> dict[str, Baseline]:
     """Return `sdpa` baselines for every backend; `arguments` maps a case's inputs to query, key and value."""
-    return {f"SDPA {name}": lambda inputs, name=name: sdpa(*arguments(inputs), scale, name, **more) for name in SDPA}
+    return {f"SDPA {name}": lambda inputs, name=name: sdpa(*arguments(inputs), scale, name) for name in SDPA}
 
 
 MOST_COMPILED = 6

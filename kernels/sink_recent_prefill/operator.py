@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from torch import Tensor
 
 from surgery.kernels.checks import check_counts, check_dtypes, check_heads, check_keys, too_wide
-from surgery.kernels.operation import Operation, prefill_outputs
+from surgery.kernels.operation import Operation, attention_outputs
 from surgery.kernels.sink_recent_prefill.reference import sink_recent_attention
 
 
@@ -58,10 +58,15 @@ def _check(call: SimpleNamespace) -> None:
     check_counts(name, len(query), starts=call.starts)
 
 
+def _outputs(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    out, lse = attention_outputs(call.query.transpose(1, 2), call.value.shape[-1])
+    return out, lse.new_empty(call.query.shape[:3])
+
+
 _sink_recent_prefill = Operation(
     "sink_recent_prefill",
     sink_recent_attention,
-    prefill_outputs,
+    _outputs,
     lambda call: too_wide(call.query, call.value),
     _check,
 )

@@ -1,7 +1,6 @@
 """Attention function "surgery" for transformers' AttentionInterface, on the Triton kernels.
 
-Decode steps run on `gqa_decode`, prefill and training on `mla_prefill`, which takes keys and values of any widths.
-Everything else (attention weights, prefill masks, the CPU) falls back to SDPA.
+Decode steps run on `gqa_decode`. Everything else (prompts, training, attention weights, the CPU) runs on SDPA.
 
 Stock `deepseek_v3` caches latents and expands all of them to keys and values at every step. Under `accelerate` its
 modules pass on the cached latents. A decode step here absorbs the up-projections into query and output (DeepSeek-V2,
@@ -22,7 +21,6 @@ from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.mla_decode.operator import mla_decode
-from surgery.kernels.mla_prefill.attention_function import prefill_attention_function
 
 NAME = "surgery"
 HANDS_ON_LATENTS = "_surgery_hands_on_latents"
@@ -61,10 +59,7 @@ def surgery_attention(
     elif has_one_range and is_step(module, query, queries):
         lengths, starts = row_bounds(attention_mask, len(query), queries, key.shape[2], query.device)
         return gqa_decode(query.transpose(1, 2), key, value, scale, lengths=lengths, starts=starts)[0], None
-    function = (
-        prefill_attention_function if is_step(module, query, 1) or query.requires_grad else sdpa_attention_forward
-    )
-    return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)
 
 
 def _absorbed(

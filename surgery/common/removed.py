@@ -38,6 +38,7 @@ REMOVED = {
     "peak_tflops": "a dry run measures the speed of this machine; run it on the machine of the training",
     "utilization": "a dry run measures the speed of this machine; run it on the machine of the training",
     "quantization_aware": "training always reads the quantized values of packed rows: leave it out",
+    "attention surgery": "PyTorch's fused attention was faster on a GPU: leave it out",
     "orthogonal": "nested ranks are trained without it: leave it out",
     "stream": "datasets are always streamed: set `tokens` to limit them",
     "data teacher": "use builtin or your own text",

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import MOST_PREFILL, Baseline, Case, Inputs, Place, PrefillCase, generator, random
+from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, quietly, random
 from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
+
+MOST_PREFILL = 32_768
+"""Maximum tokens of a case; longer prompts take seconds per call."""
+PIECE = 128
+"""Queries at either end of a prompt that are checked in float64; their logits over all keys fit into memory."""
 
 
 @dataclass(frozen=True)
-class SinkRecentPrefill(PrefillCase):
+class SinkRecentPrefill(Case):
     """Prefill with `full` full KV heads; the others see sinks and a window."""
 
     full: int
@@ -69,6 +74,21 @@ class SinkRecentPrefill(PrefillCase):
         names = ("sinks", "recent")
         tensors = (inputs[name] for name in ("query", "key", "value"))
         return sink_recent_prefill(*tensors, self.scale, *(inputs[name] for name in names))[0]
+
+    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+        """Yield the first and last queries of the first query head of the first and the last KV head."""
+        piece, groups = min(PIECE, self.context), inputs["key"].shape[1]
+        each = inputs["query"].shape[1] // groups
+        for group in sorted({0, groups - 1}):
+            head = group * each
+            one = {name: tensor[group : group + 1] for name, tensor in inputs.items() if tensor.dim() == 1}
+            last = {name: inputs[name][:1, group : group + 1].double() for name in ("key", "value")}
+            last["query"] = inputs["query"][:1, head : head + 1].double()
+            first = {name: tensor[:, :, :piece] for name, tensor in last.items()}
+            last["query"] = last["query"][:, :, -piece:]
+            with quietly():
+                yield lambda out, h=head: out[:1, :piece, h : h + 1], self.run(one | first)
+                yield lambda out, h=head: out[:1, -piece:, h : h + 1], self.run(one | last)
 
     def baselines(self) -> dict[str, Baseline]:
         return {"FlexAttention": self._flex}

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from surgery.kernels.bench import gate
+from surgery.kernels.bench import gate, libraries
 from surgery.kernels.bench.case import MODELS
 from surgery.kernels.bench.registry import OPERATIONS, cases
 from surgery.kernels.bench.sizes import DEFAULTS, TINY, numbers
@@ -19,7 +19,6 @@ BY_HAND = {
     "lowrank_decode": (1024 * 512 * 2, 2 * 1024 * (8 * 64 * 128 + 32 * (128 + 64))),
     "hybrid_decode": ((4 * 1024 + 4 * 320) * 256 * 2, 4 * 4 * (4 * 1024 + 4 * 320) * 128),
     "mla_decode_packed": (1024 * 320 + 4 * 640 * 2, 2 * 1024 * 32 * (2 * 512 + 128)),
-    "mla_prefill": (1024 * 32 * 320 * 2, 2 * 32 * (1024 * 1025 // 2) * 320),
     "sink_recent_prefill": (
         1024 * 8 * 256 * 2,
         4 * 128 * 4 * (4 * (1024 * 1025 // 2) + 4 * (320 * 321 // 2 + 704 * 320)),
@@ -53,11 +52,12 @@ def test_libraries_compute_the_same(operation):
     assert result.to_dict()["times_best_library"] > 0
 
 
-def test_sdpa_backends_that_there_are_not_are_named_with_their_reason():
-    case = first("mla_prefill", "tiny", 40, 1, torch.float32)
+def test_sdpa_backends_that_there_are_not_are_named_with_their_reason(monkeypatch):
+    monkeypatch.setattr(libraries, "flex", lambda *inputs: 1 / 0)  # compiles
+    case = first("gqa_decode", "tiny", 40, 1, torch.float32)
     result = gate.check(case, case.inputs(CPU, 0))
     assert result.passed
-    assert set(result.refused) | set(result.library_errors) == {"SDPA cuDNN", "SDPA Flash", "SDPA efficient"}
+    assert set(result.refused) | set(result.library_errors) == {"FlexAttention", *libraries.all_sdpa(None, 1.0)}
     assert "SDPA cuDNN" in result.refused
 
 
