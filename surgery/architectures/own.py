@@ -15,7 +15,7 @@ from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.model.latent_entry import LatentEntry
-from surgery.model.layer_entry import StockEntry
+from surgery.model.layer_entry import LayerEntry, StockEntry
 from surgery.transforms.latent_layer import LatentLayer
 
 
@@ -27,14 +27,17 @@ class OwnMLA:
 
     def config(self, source: dict) -> dict:
         """Return the config.json of the converted model."""
+        return own_config(source, self.entries())
+
+    def entries(self) -> list[LayerEntry]:
+        """Return the layer entries of config.json."""
         spec = self.spec
-        layers = [
+        return [
             LatentEntry(kv_lora_rank=rank, rope_inv_freq=tuple(inv_freq.tolist()), key_norm_eps=spec.key_norm_eps)
             if rank
             else StockEntry()
             for rank, inv_freq in zip(spec.ranks, spec.inv_freq, strict=True)
         ]
-        return own_config(source, layers)
 
     def copied(self, names: list[str]) -> list[str]:
         """Return the source's attention tensors of a layer that are copied unchanged."""

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from surgery.architectures.own import OwnMLA
-from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.model.layer_entry import StockEntry
+from surgery.model.layer_entry import LayerEntry, StockEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery.model.token_format import Runs
 from surgery.model.token_quantizer import TokenQuantizer
@@ -31,7 +30,7 @@ class OwnQuantizedMLA(OwnMLA):
     runs: tuple[tuple[Runs, Runs] | None, ...]
     first_tokens: int
 
-    def entries(self) -> list[QuantizedLatentEntry | StockEntry]:
+    def entries(self) -> list[LayerEntry]:
         """Return the layer entries of config.json."""
         return [
             QuantizedLatentEntry(
@@ -46,10 +45,6 @@ class OwnQuantizedMLA(OwnMLA):
             else StockEntry()
             for rank, inv_freq, runs in zip(self.spec.ranks, self.spec.inv_freq, self.runs, strict=True)
         ]
-
-    def config(self, source: dict) -> dict:
-        """Return the config.json of the converted model."""
-        return own_config(source, self.entries())
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Return the dtypes and shapes of a layer's new tensors by name."""

@@ -6,7 +6,6 @@ A query at position q sees the key at position p ≤ q if q - p < `recent` or p 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -81,24 +80,19 @@ def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
 
 
 def mixed_output(
-    call: AttentionCall,
-    streams: BoolTensor,
-    sinks: int,
-    recent: int,
-    compensated: BoolTensor | None = None,
-    full: Callable[[AttentionCall], Tensor] = AttentionCall.output,
+    call: AttentionCall, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor | None = None
 ) -> Tensor:
     """Compute the attention output [B, T, H, v] with the KV heads of ``streams`` [G] streaming.
 
-    Streaming heads in ``compensated`` [G] have a compensation token; ``full`` computes the remaining heads.
+    Streaming heads in ``compensated`` [G] have a compensation token.
     """
     if not streams.any():
-        return full(call)
+        return call.output()
     heads = []
     for head in range(call.kv_heads):
         own = call.of_heads(head, head + 1)
         if not streams[head]:
-            heads.append(full(own))
+            heads.append(own.output())
         elif compensated is not None and compensated[head]:
             heads.append(compensated_output(own, sinks, recent))
         else:

@@ -45,7 +45,7 @@ def relative(error: float, whole: float) -> float:
     return error / whole if whole else float(error > 0)
 
 
-def psd_powers(matrix: Tensor, exponents: tuple[float, ...], floor: float = RELATIVE_FLOOR) -> list[Tensor]:
+def psd_powers(matrix: Tensor, exponents: tuple[float, ...]) -> list[Tensor]:
     """Compute ``matrix ** e`` for each exponent e; ``matrix`` [..., n, n] is positive semidefinite.
 
     Eigenvalues are raised by a floor relative to the largest, so that negative powers exist. A zero matrix, as of a
@@ -54,8 +54,8 @@ def psd_powers(matrix: Tensor, exponents: tuple[float, ...], floor: float = RELA
     device = matrix.device
     values, vectors = eigh(matrix.to(solver_of(matrix)))
     largest = values.amax(-1, keepdim=True)
-    largest = torch.where(largest * floor > torch.finfo(values.dtype).tiny, largest, 1.0)
-    values = values.clamp_min(0) + largest * floor
+    largest = torch.where(largest * RELATIVE_FLOOR > torch.finfo(values.dtype).tiny, largest, 1.0)
+    values = values.clamp_min(0) + largest * RELATIVE_FLOOR
     powers = [(vectors * values.pow(e).to(vectors.dtype)[..., None, :]) @ vectors.mH for e in exponents]
     return [power.to(device) for power in powers]
 

@@ -19,6 +19,7 @@ from surgery.families.anatomy import AttentionAnatomy, LayerAnatomy
 from surgery.families.attention import expanded_heads, latent_cache, output
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import phases, rotate
+from surgery.model.group_stores import MergedPairs
 from surgery.transforms.algebra import damp, reduced_rank_projection
 
 Rebuild = Callable[[list[Tensor]], list[Tensor]]
@@ -77,33 +78,20 @@ def loss_metric(statistics: LayerStatistics, first: int = 0) -> Tensor:
 
 
 def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:
-    """Build MiniCache's merge of two layers (arXiv:2405.14366): a shared direction, and a norm per layer.
+    """Build MiniCache's merge of two layers, as the model class stores it.
 
     Args:
         heads: KV heads; keys and values of a head have the same width.
-        pairs: tokens of a block that stay unmerged, those of the widest mean angle; chosen for keys and values apart.
+        pairs: tokens of a block that stay unmerged.
         interpolation: share of the later layer in the direction, t of SLERP.
     """
 
     def rebuild(blocks: list[Tensor]) -> list[Tensor]:
-        # [B, C, 2 layers, keys or values, G, d]
-        both = torch.stack([block.unflatten(-1, (2, heads, -1)) for block in blocks], dim=2)
-        norms = both.norm(dim=-1, keepdim=True)
-        unit = both / norms.clamp_min(torch.finfo(both.dtype).tiny)
-        cosine = (unit[:, :, 0] * unit[:, :, 1]).sum(-1).clamp(-1, 1)  # [B, C, 2, G]
-        angle = cosine.acos()
-        # sin(aΩ) / sin Ω tends to a as the angle vanishes.
-        shares = [
-            torch.where(angle > 1e-4, torch.sin(a * angle) / angle.sin().clamp_min(1e-9), a)
-            for a in (1 - interpolation, interpolation)
-        ]
-        direction = shares[0][..., None] * unit[:, :, 0] + shares[1][..., None] * unit[:, :, 1]
-        merged = direction[:, :, None] * norms
-        mean = angle.mean(-1)  # [B, C, 2]
-        widest = mean.argsort(dim=1, descending=True)[:, :pairs]
-        exact = torch.zeros_like(mean, dtype=torch.bool).scatter(1, widest, True)
-        result = torch.where(exact[:, :, None, :, None, None], both, merged)
-        return list(result.flatten(3).unbind(2))
+        tokens, width = blocks[0].shape[-2:]
+        store = MergedPairs(heads, width // 2, tokens, pairs, interpolation)
+        for place, block in enumerate(blocks):
+            store.write(place, block[:, None])
+        return [store.read(place, 0, tokens)[:, 0] for place in range(2)]
 
     return rebuild
 

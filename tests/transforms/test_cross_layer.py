@@ -6,9 +6,8 @@ import torch
 from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.families.attention import attend, output
-from surgery.model.group_stores import MergedPairs
 from surgery.transforms.algebra import damp, psd_powers
-from surgery.transforms.cross_layer import SimulatedGroup, loss_metric, merged_pair, shared_basis
+from surgery.transforms.cross_layer import SimulatedGroup, loss_metric, shared_basis
 
 LAYERS, WIDTH, TOKENS = 3, 8, 400
 
@@ -71,16 +70,6 @@ def test_the_metric_is_at_keys_before_their_norm():
     assert float(loss_metric(statistics)[0, 0]) == pytest.approx(2, rel=1e-5)
     statistics.raw_gradient = moments[2]
     assert float(loss_metric(statistics)[0, 0]) == pytest.approx(3, rel=1e-5)
-
-
-def test_pairs_are_merged_as_the_cache_merges_them():
-    tokens = [torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    rebuilt = merged_pair(2, 2, 0.6)(tokens)
-    store = MergedPairs(heads=2, key_width=8, block=6, kept=2, interpolation=0.6)
-    for place in range(2):
-        store.write(place, tokens[place][:, None])
-    for place in range(2):
-        assert torch.allclose(store.read(place, 0, 6)[:, 0], rebuilt[place], atol=1e-5)
 
 
 def anatomy(seed: int) -> AttentionAnatomy:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import BoolTensor, Tensor
@@ -12,7 +14,7 @@ from surgery.architectures.hybrid import StreamableModel, compensation_bytes
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.held_out import Score
 from surgery.calibration.texts import Texts
-from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.heads.import_patterns import read_pattern
@@ -21,9 +23,11 @@ from surgery.heads.plan import HeadPlan, compile_plan
 from surgery.heads.streaming import StreamingAttention, mixed_output
 from surgery.model.cache_layer import check_full_attention
 from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import Structure
+from surgery.structures.base import Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.context import ConversionContext
+from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.stages import ERROR_SEQUENCES
 
@@ -90,12 +94,67 @@ class Streaming(Structure[Source | OwnSource, HybridSettings]):
         """Return the model with the units that may stream; by default its heads."""
         return model
 
+    @property
+    @abstractmethod
+    def _config(self) -> dict[str, Any]:
+        """config.json of the result."""
+
+    @property
+    @abstractmethod
+    def _reason(self) -> str:
+        """Reason for the target class."""
+
     @classmethod
     def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
         """Open a checkpoint of a supported family, of the custom model class or of stock ``deepseek_v3``."""
         if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
             return OwnSource.open(reader, settings)
         return Source.of(reader, settings)
+
+    def forecast(self) -> Forecast:
+        """Forecast the conversion at the context of the settings; the result does not depend on the text."""
+        opened, config = self.opened, self._config
+        kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
+        return Forecast(
+            config=config,
+            tensors=unchanged_tensors(opened.reader, opened.config),
+            kv_bytes_per_token=kv_bytes,
+            model_type=config["model_type"],
+            reasons=[self._reason],
+            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
+        )
+
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
+        """Return the source's tensor specs; at most the order of the heads changes."""
+        return unchanged_tensors(self.opened.reader, self.opened.config)
+
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
+        """Measure the plan as masks on the source's attention."""
+        opened, plan, pattern, config = self.opened, self._plan, self._pattern, self._config
+        hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
+        sizes = (config, opened.reader.config)
+        kv_bytes, whole = (kv_bytes_of(each, opened.weight_dtype)(self._context) for each in sizes)
+        return Outcome(
+            config=config,
+            target={
+                "to": "hybrid",
+                "method": "streaming-llm" if pattern is None else pattern.method,
+                "model_type": config["model_type"],
+                "reasons": [self._reason],
+                "sinks": plan.sinks,
+                "recent": plan.recent,
+                "heads": plan.full.numel(),
+                "full_heads": int(plan.full.sum()),
+                "compensated_heads": int(plan.compensated.sum()),
+                "heads_multiple": self.settings.heads_multiple,
+                "context": self._context,
+                "kv_ratio_at_context": kv_bytes / whole,
+                "pattern": None if pattern is None else pattern.identity(),
+            },
+            layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
+            scores=scores,
+            simulated=hidden,
+        )
 
     def closed_form(self, work: ConversionContext, layer: int) -> StreamingAttention:
         """Return the source's attention under the plan's masks."""

@@ -8,6 +8,7 @@ masks for the streaming heads. The written files are reloaded, run with their ca
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,18 +17,15 @@ from torch import Tensor
 from surgery.architectures.hybrid import REASON, moved_tensors
 from surgery.architectures.own_class import MODEL_TYPE, own_config
 from surgery.architectures.sliding_layers import CARRIERS
-from surgery.checkpoint import CheckpointWriter, TensorSpec
-from surgery.heads.pattern import HeadPattern
-from surgery.heads.plan import HeadPlan
+from surgery.checkpoint import CheckpointWriter
 from surgery.model.hybrid_entry import HybridEntry
 from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
-from surgery.structures.base import Candidate, Forecast, Outcome, Structure, TargetOption, unchanged_tensors
+from surgery.structures.base import Candidate, Outcome, Structure, TargetOption
 from surgery.structures.context import ConversionContext
-from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
-from surgery.structures.hybrid.streaming import Streaming, layer_report, measure_plan
+from surgery.structures.hybrid.streaming import Streaming
 from surgery.structures.hybrid.whole_layers import WholeLayers
 from surgery.verification.flow import predicted_flow
 
@@ -59,48 +57,26 @@ class Hybrid(Streaming):
         layers = [Candidate({"granularity": "layer"})] if config["model_type"] in CARRIERS else []
         return [Candidate({}), *layers]
 
-    def forecast(self) -> Forecast:
-        """Forecast the conversion at the context of the settings; the result does not depend on the text."""
-        opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
-        kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
-        return Forecast(
-            config=config,
-            tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=kv_bytes,
-            model_type=MODEL_TYPE,
-            reasons=[REASON],
-            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
-        )
+    @property
+    def _config(self) -> dict[str, Any]:
+        return own_config(self.opened.reader.config, self._entries)
 
-    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Return the source's tensor specs; only the order of the heads changes."""
-        return unchanged_tensors(self.opened.reader, self.opened.config)
+    @property
+    def _reason(self) -> str:
+        return REASON
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Measure the plan as masks on the source's attention, and write the heads in their new order."""
-        opened, plan, pattern = self.opened, self._plan, self._pattern
-        reader, dtype = opened.reader, opened.weight_dtype
-        hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
+        outcome, opened, dtype = super().convert_layers(work, writer), self.opened, self.opened.weight_dtype
         for layer in work.layers():
             for name, tensor in self._moved(layer).items():
                 writer.write(name, tensor)
-        config = own_config(reader.config, self._entries)
-        kv_bytes, whole = (kv_bytes_of(each, dtype)(self._context) for each in (config, reader.config))
-        return Outcome(
-            config=config,
-            target={
-                "to": "hybrid",
-                "method": "streaming-llm" if pattern is None else pattern.method,
-                "model_type": MODEL_TYPE,
-                "reasons": [REASON],
-                **_facts(plan, pattern, kv_bytes / whole, self._context, self.settings),
-            },
-            layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
-            scores=scores,
-            simulated=hidden,
+        kv_bytes = kv_bytes_of(opened.reader.config, dtype)(self._context) / self._context
+        return replace(
+            outcome,
             own_class=True,
-            shape=SourceShape.of_config(opened.config, dtype, whole / self._context),
-            flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
+            shape=SourceShape.of_config(opened.config, dtype, kv_bytes),
+            flow=partial(predicted_flow, skeleton(outcome.config, opened.stream.dtype)),
         )
 
     def _moved(self, layer: int) -> dict[str, Tensor]:
@@ -108,19 +84,3 @@ class Hybrid(Streaming):
         if not isinstance(self._entries[layer], HybridEntry):
             return {}
         return moved_tensors(self.opened.reader, layer, self._plan.order(layer))
-
-
-def _facts(
-    plan: HeadPlan, pattern: HeadPattern | None, kv_ratio: float, context: int, settings: HybridSettings
-) -> dict:
-    return {
-        "sinks": plan.sinks,
-        "recent": plan.recent,
-        "heads": plan.full.numel(),
-        "full_heads": int(plan.full.sum()),
-        "compensated_heads": int(plan.compensated.sum()),
-        "heads_multiple": settings.heads_multiple,
-        "context": context,
-        "kv_ratio_at_context": kv_ratio,
-        "pattern": None if pattern is None else pattern.identity(),
-    }
