@@ -24,7 +24,7 @@ from surgery.evaluation.models import Checkpoint
 from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.context import ConversionContext
-from surgery.structures.cross_layer.latents import LatentSource, _metrics
+from surgery.structures.cross_layer.latents import LatentSource, latent_metrics
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.cross_layer.structure import plan_groups
 from surgery.structures.mla.settings import ConvertSettings
@@ -171,7 +171,7 @@ def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_p
     opened = LatentSource.open(CheckpointReader.open(path), settings)
     monkeypatch.setattr(LayerStream, "sampled_loss_gradient", lambda self, hidden, generator: torch.ones_like(hidden))
     with BoundaryStore() as store:
-        result = _metrics(opened, text(), store, settings, Progress(silent=True))
+        result = latent_metrics(opened, text(), store, settings, Progress(silent=True))
     model = load(path)
     model.model.norm = torch.nn.Identity()
     calls = []

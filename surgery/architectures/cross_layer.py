@@ -15,7 +15,7 @@ from surgery.architectures.own_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.model.cross_layer_entry import GroupEntry
+from surgery.model.cross_layer_entry import GroupEntry, SharedLatentEntry
 from surgery.model.layer_entry import LayerEntry, StockEntry
 from surgery.transforms.cross_layer import SharedBasis
 
@@ -29,20 +29,18 @@ class OwnCrossLayer:
     Attributes:
         groups: layer ranges [start, stop), one per group.
         entries: config entry of each group's first layer.
-        layers: number of layers of the model; layers outside all groups keep their attention and cache.
-        width: elements that a layer of the source caches per token.
+        widths: elements that each layer of the source caches per token; layers outside all groups keep their cache.
         dtype: dtype of the new tensors.
     """
 
     groups: tuple[tuple[int, int], ...]
     entries: tuple[GroupEntry, ...]
-    layers: int
-    width: int
+    widths: tuple[int, ...]
     dtype: torch.dtype
 
     def config(self, source: dict) -> dict:
         """Return the config.json of the converted model."""
-        layers: list[LayerEntry] = [StockEntry()] * self.layers
+        layers: list[LayerEntry] = [StockEntry()] * len(self.widths)
         for (start, stop), entry in zip(self.groups, self.entries, strict=True):
             for index in range(start, stop):
                 layers[index] = replace(entry, place=index - start)
@@ -56,8 +54,8 @@ class OwnCrossLayer:
             if hasattr(entry, "rank")
             for index in range(start, stop)
             for name, shape in (
-                ("basis_down", (entry.rank, self.width)),
-                ("basis_up", (self.width, entry.rank)),
+                ("basis_down", (entry.rank, self.widths[index])),
+                ("basis_up", (self.widths[index], entry.rank)),
             )
         }
 
@@ -81,6 +79,21 @@ class OwnCrossLayer:
             result[prefix + "basis_down"] = (down * unweighted).to(self.dtype).contiguous()
             result[prefix + "basis_up"] = (up * weight[:, None]).to(self.dtype).contiguous()
         return result
+
+
+@dataclass(frozen=True)
+class OwnSharedLatents(OwnCrossLayer):
+    """Writer of MLA layers of a checkpoint of the custom model class that share latents.
+
+    Attributes:
+        layer_entries: config entry of each layer; ranks and frequencies may differ in a group.
+    """
+
+    layer_entries: tuple[SharedLatentEntry, ...]
+
+    def config(self, source: dict) -> dict:
+        """Return the config.json of the converted model."""
+        return {**source, "attention_layers": [entry.to_entry() for entry in self.layer_entries]}
 
 
 def _stored(anatomy: AttentionAnatomy, rows: Tensor) -> Tensor:

@@ -1,44 +1,30 @@
-"""``surgery convert --to crosslayer --method xkv`` for MLA checkpoints of the custom model class.
+"""MLA checkpoints of the custom model class as sources of ``surgery convert --to crosslayer --method xkv``.
 
-Rotated keys stay unchanged. The latents of a group share one basis, computed as for keys and values in
-:mod:`surgery.structures.cross_layer.structure`, from moments and gradients at the output of ``kv_down``.
+The basis of a group's latents is computed from moments and gradients at the output of ``kv_down``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from surgery.architectures.cross_layer import REASON
-from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.cross_layer_statistics import moment_of
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.softmax import Softmax
 from surgery.model.attention_functions import normalize_heads, rotate_pairs
-from surgery.model.cross_layer_entry import SharedLatentEntry
 from surgery.model.parts import entries_of
-from surgery.reporting.report import SourceShape
 from surgery.running.activations import give_back
-from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.moment_precision import MomentPrecision
 from surgery.running.source import OwnSource
-from surgery.structures.base import LONG, Forecast, Outcome, Structure
-from surgery.structures.context import ConversionContext
-from surgery.structures.cross_layer.budget import shared_rank
-from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
-from surgery.structures.estimates import Demand
-from surgery.structures.stages import StageTracker
 from surgery.transforms.algebra import damp
-from surgery.transforms.cross_layer import SharedBasis, SimulatedGroup, SimulatedMember, shared_basis
+from surgery.transforms.cross_layer import SimulatedMember
 
 
 class LatentSource(OwnSource):
@@ -74,108 +60,7 @@ class LatentSource(OwnSource):
         return self.reader.tensor(prefix + "weight")[:rank], bias
 
 
-class SharedLatents(Structure[LatentSource, CrossLayerSettings]):
-    """Conversion of MLA to latents in a basis that a group of layers shares."""
-
-    def __init__(self, opened: LatentSource, settings: CrossLayerSettings, progress: Progress):
-        super().__init__(opened, settings, progress)
-        size, layers = settings.group_size, opened.layers
-        self._groups = [(i, min(i + size, layers)) for i in range(0, layers, size)]
-        self._ranks = [
-            shared_rank(sum(map(opened.rank, span)), len(span), settings, sum(map(opened.positional, span)))
-            for span in (range(start, stop) for start, stop in self._groups)
-        ]
-        self._dtype = opened.reader.info(ATTENTION_PREFIX.format(layer=0) + "kv_down.weight").dtype
-
-    @classmethod
-    def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
-        """Open an MLA checkpoint of the custom model class."""
-        return LatentSource.open(reader, settings)
-
-    def forecast(self) -> Forecast:
-        """Forecast the conversion; config and shapes do not depend on the calibration."""
-        opened = self.opened
-        config, tensors = _planned(opened, self._groups, self._ranks, self._dtype, self.settings)
-        return Forecast(
-            config=config,
-            tensors=tensors,
-            kv_bytes_per_token=kv_bytes_of(config, self._dtype)(LONG) / LONG,
-            model_type=MODEL_TYPE,
-            reasons=[REASON],
-            demand=Demand(cached=-(-sum(self._ranks) // opened.layers), statistics=True, gradients=True),
-        )
-
-    def gather(self, work: ConversionContext) -> None:
-        """Compute the loss metrics of all latents."""
-        tokens = work.texts.calibration
-        if tokens is None:
-            raise SurgeryError("method xkv requires calibration text: drop --calibration none", setting="method")
-        if work.processes.is_main:  # these sweeps are not shared between processes
-            self._metrics = _metrics(self.opened, tokens, work.store, self.settings, work.progress)
-
-    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Return the source's tensors and the added bases."""
-        self._config, tensors = _planned(self.opened, self._groups, self._ranks, self._dtype, self.settings)
-        return tensors
-
-    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Compute the basis of every group, run the stages through the group and write the basis."""
-        opened, settings, dtype = self.opened, self.settings, self._dtype
-        runs, reports = work.stage_runs((SHARED,)), []
-        with work.progress.phase("convert", opened.layers) as advance:
-            for (start, stop), rank in zip(self._groups, self._ranks, strict=True):
-                moment = _joint_moment(opened, work.store, start, stop, settings.batch_size)
-                basis = shared_basis(moment, self._metrics[start:stop], rank)
-                reports.append(_run_stages(opened, start, stop, basis, runs, settings))
-                for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
-                    prefix = ATTENTION_PREFIX.format(layer=start + place)
-                    writer.write(prefix + "basis_down", down.to(dtype).contiguous())
-                    writer.write(prefix + "basis_up", up.to(dtype).contiguous())
-                advance(stop - start)
-        return Outcome(
-            config=self._config,
-            target=cross_layer_target(settings, self._groups, self._ranks),
-            layers=reports,
-            scores=runs.scores(),
-            simulated=runs.hidden[SHARED],
-            own_class=True,
-            shape=SourceShape.of_config(opened.config, dtype, kv_bytes_of(opened.reader.config, dtype)(1)),
-        )
-
-
-def _planned(
-    opened: LatentSource,
-    groups: Sequence[tuple[int, int]],
-    ranks: Sequence[int],
-    dtype: torch.dtype,
-    settings: CrossLayerSettings,
-) -> tuple[dict[str, Any], dict[str, TensorSpec]]:
-    """Return config.json and tensor specs of the result."""
-    reader = opened.reader
-    tensors = {name: TensorSpec(reader.info(name).dtype, reader.info(name).shape) for name in reader.names()}
-    layers = []
-    for (start, stop), rank in zip(groups, ranks, strict=True):
-        for index in range(start, stop):
-            latent = entries_of(opened.config)[index]
-            entry = SharedLatentEntry(
-                kv_lora_rank=latent.kv_lora_rank,
-                rope_inv_freq=latent.rope_inv_freq,
-                key_norm_eps=latent.key_norm_eps,
-                group_size=stop - start,
-                place=index - start,
-                rank=rank,
-                block=settings.block,
-                sinks=settings.sinks,
-                window=settings.window,
-            )
-            layers.append(entry.to_entry())
-            prefix, width = ATTENTION_PREFIX.format(layer=index), opened.rank(index)
-            tensors[prefix + "basis_down"] = TensorSpec(dtype, (rank, width))
-            tensors[prefix + "basis_up"] = TensorSpec(dtype, (width, rank))
-    return {**reader.config, "attention_layers": layers}, tensors
-
-
-def _metrics(
+def latent_metrics(
     opened: LatentSource, tokens: Tensor, store: BoundaryStore, settings: CrossLayerSettings, progress: Progress
 ) -> list[Tensor]:
     """Compute the damped Fisher information [r, r] of every layer's latent in float64; fills the store on the way."""
@@ -212,7 +97,7 @@ def _metrics(
 
 
 @torch.no_grad()
-def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
+def joint_latent_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
     """Compute ``E[z zᵀ]`` of the stacked latents, float64 [Σ r, Σ r]."""
     stream = opened.stream
     inputs = [store.load(index) for index in range(start, stop)]
@@ -229,34 +114,7 @@ def _joint_moment(opened: LatentSource, store: BoundaryStore, start: int, stop: 
     return moment_of(inputs, batch_size, cached)
 
 
-@torch.no_grad()
-def _run_stages(
-    opened: LatentSource,
-    start: int,
-    stop: int,
-    basis: SharedBasis,
-    runs: StageTracker,
-    settings: CrossLayerSettings,
-) -> GroupReport:
-    """Run both stages through a group and report its errors."""
-    stream, hidden = opened.stream, runs.hidden
-    with stream.block(start, stop) as layers:
-        recent = (settings.block, settings.sinks, settings.window)
-        members = [SimulatedLatents(layer.self_attn, *recent) for layer in layers.model.layers]
-        group = SimulatedGroup(members, basis.to(stream.device, stream.dtype).rebuild)
-        sample = runs.sample()
-        expected = layers(sample)
-        error = float((group.run(layers, sample) - expected).norm() / (expected - sample).norm())
-        (group_error,) = group.errors()
-        for rows in hidden[SHARED].split(settings.batch_size):
-            rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))
-        stream.run_layer(layers, hidden["source"], settings.batch_size)
-    return GroupReport(
-        f"{start}-{stop - 1}", (len(basis.down[0]),), 0, group_error, group_error, basis.error, {SHARED: error}
-    )
-
-
-class SimulatedLatents(SimulatedMember):
+class SimulatedOwnLatents(SimulatedMember):
     """Surrogate MLA whose z are the latents of a :class:`surgery.model.LatentAttention`."""
 
     def __init__(self, attention: nn.Module, block: int, sinks: int, window: int):

@@ -7,11 +7,12 @@ read as in the source.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from surgery.architectures.cross_layer import REASON, OwnCrossLayer
+from surgery.architectures.cross_layer import REASON, OwnCrossLayer, OwnSharedLatents
 from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.cross_layer_statistics import joint_moment
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
@@ -21,7 +22,15 @@ from surgery.families import LATENT_FAMILIES, any_family_of
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import NORM
-from surgery.model.cross_layer_entry import CrossLayerEntry, GroupEntry, MergedPairEntry, SharedMLAEntry
+from surgery.model.cross_layer_entry import (
+    CrossLayerEntry,
+    GroupEntry,
+    MergedPairEntry,
+    SharedLatentEntry,
+    SharedMLAEntry,
+)
+from surgery.model.parts import entries_of
+from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
@@ -29,7 +38,12 @@ from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structur
 from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade, QuantizedCascade
-from surgery.structures.cross_layer.latents import SharedLatents
+from surgery.structures.cross_layer.latents import (
+    LatentSource,
+    SimulatedOwnLatents,
+    joint_latent_moment,
+    latent_metrics,
+)
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
@@ -54,11 +68,21 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        self._groups, self._entries = plan_groups(opened, settings)
-        first = opened.first
-        self._latent = isinstance(first, LatentAnatomy)
+        self._groups, self._entries = self._planned()
+        self._writes = self._writer()
+
+    def _planned(self) -> tuple[tuple[tuple[int, int], ...], tuple[GroupEntry, ...]]:
+        """Return the groups, and the config entries of their first layers."""
+        return plan_groups(self.opened, self.settings)
+
+    def _writer(self) -> OwnCrossLayer:
+        opened, first = self.opened, self.opened.first
         width = first.rank if self._latent else first.kv_width
-        self._writes = OwnCrossLayer(self._groups, self._entries, opened.layers, width, first.q.dtype)
+        return OwnCrossLayer(self._groups, self._entries, (width,) * opened.layers, first.q.dtype)
+
+    @property
+    def _latent(self) -> bool:
+        return isinstance(self.opened.first, LatentAnatomy)
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: CrossLayerSettings) -> type[Structure]:
@@ -89,7 +113,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         entry = self._entries[self._groups.index((group.start, group.stop))]
         basis = self._basis(work, group.start, group.stop, entry.rank)
         with self.opened.stream.block(group.start, group.stop) as layers:
-            simulated = self._simulated(group.start, group.stop, basis.to(*self._to_args).rebuild, self.settings.block)
+            simulated = self._simulated(layers, group.start, group.stop, basis.to(*self._to_args).rebuild)
             _run(self.opened.stream, layers, simulated, hidden, self.settings.batch_size)
         return hidden
 
@@ -110,11 +134,14 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather statistics for the static basis of xkv."""
+        """Gather what the static basis of xkv needs."""
         if self.settings.method != "xkv":
             return
         if work.texts.calibration is None:
             raise SurgeryError("method xkv requires calibration text: drop --calibration none", setting="method")
+        self._gather(work)
+
+    def _gather(self, work: ConversionContext) -> None:
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -157,11 +184,11 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     ) -> tuple[SharedBasis | None, GroupReport | None]:
         """Convert one group, or run the stages through a layer outside all groups, whose ``entry`` is None."""
         basis, rebuild = None, None
-        if isinstance(entry, CrossLayerEntry):
+        if isinstance(entry, MergedPairEntry):
+            rebuild = merged_pair(self.opened.first.kv_heads, entry.kept, entry.interpolation)
+        elif entry is not None:
             basis = self._basis(work, start, stop, entry.rank)
             rebuild = basis.to(*self._to_args).rebuild
-        elif entry is not None:
-            rebuild = merged_pair(self.opened.first.kv_heads, entry.kept, entry.interpolation)
         measured, errors = self._run_stages(start, stop, rebuild, runs)
         if entry is None:
             return None, None
@@ -180,9 +207,10 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         """Device and dtype in which layers run."""
         return self.opened.stream.device, self.opened.stream.dtype
 
-    def _simulated(self, start: int, stop: int, rebuild: Rebuild, block: int) -> SimulatedGroup:
+    def _simulated(self, layers: StreamedBlock, start: int, stop: int, rebuild: Rebuild) -> SimulatedGroup:
         sources = [self.opened.anatomy(index).to(*self._to_args) for index in range(start, stop)]
-        return SimulatedGroup.of(sources, rebuild, block, sinks=self.settings.sinks, window=self.settings.window)
+        recent = {"sinks": self.settings.sinks, "window": self.settings.window}
+        return SimulatedGroup.of(sources, rebuild, self.settings.block, **recent)
 
     def _cached_elements(self, entry: GroupEntry) -> int:
         if isinstance(entry, MergedPairEntry):
@@ -200,7 +228,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         with stream.block(start, stop) as layers:
             if rebuild is not None:
                 sample = runs.sample()
-                group = self._simulated(start, stop, rebuild, settings.block)
+                group = self._simulated(layers, start, stop, rebuild)
                 expected = layers(sample)
                 difference = group.run(layers, sample) - expected
                 group_errors = group.errors() * (2 if self._latent else 1)  # a latent is keys and values
@@ -210,6 +238,72 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 stream.run_layer(layers, hidden[SHARED], settings.batch_size)
             stream.run_layer(layers, hidden["source"], settings.batch_size)
         return errors, group_errors
+
+
+class SharedLatents(CrossLayer):
+    """Conversion of MLA checkpoints of the custom model class: latents share a basis, rotated keys stay unchanged."""
+
+    _latent = True
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
+        """Open an MLA checkpoint of the custom model class."""
+        return LatentSource.open(reader, settings)
+
+    def _planned(self) -> tuple[tuple[tuple[int, int], ...], tuple[SharedLatentEntry, ...]]:
+        size, layers = self.settings.group_size, self.opened.layers
+        groups = tuple((i, min(i + size, layers)) for i in range(0, layers, size))
+        self._layer_entries = tuple(entry for group in groups for entry in self._group_entries(range(*group)))
+        return groups, tuple(self._layer_entries[start] for start, _ in groups)
+
+    def _group_entries(self, group: range) -> list[SharedLatentEntry]:
+        """Return the entries of a group's layers, which share a rank; latents and frequencies may differ."""
+        opened, settings = self.opened, self.settings
+        beside = sum(map(opened.positional, group))
+        rank = shared_rank(sum(map(opened.rank, group)), len(group), settings, beside)
+        latents = [entries_of(opened.config)[index] for index in group]
+        return [
+            SharedLatentEntry(
+                kv_lora_rank=latent.kv_lora_rank,
+                rope_inv_freq=latent.rope_inv_freq,
+                key_norm_eps=latent.key_norm_eps,
+                group_size=len(group),
+                place=place,
+                rank=rank,
+                block=settings.block,
+                sinks=settings.sinks,
+                window=settings.window,
+            )
+            for place, latent in enumerate(latents)
+        ]
+
+    def _writer(self) -> OwnSharedLatents:
+        widths = tuple(entry.kv_lora_rank for entry in self._layer_entries)
+        return OwnSharedLatents(self._groups, self._entries, widths, self.opened.weight_dtype, self._layer_entries)
+
+    def _gather(self, work: ConversionContext) -> None:
+        """Compute the loss metrics of all latents."""
+        if work.processes.is_main:  # these sweeps are not shared between processes
+            tokens = work.texts.calibration
+            self._metrics = latent_metrics(self.opened, tokens, work.store, self.settings, work.progress)
+
+    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
+        """Convert as any source; the shape for the report is that of a checkpoint of the custom model class."""
+        outcome, opened, dtype = super().convert_layers(work, writer), self.opened, self.opened.weight_dtype
+        num_bytes = kv_bytes_of(opened.reader.config, dtype)(1)
+        return replace(outcome, shape=SourceShape.of_config(opened.config, dtype, num_bytes))
+
+    def _new_tensors(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:
+        return self._writes.latent_tensors(group, basis, [torch.ones(len(up)) for up in basis.up])
+
+    def _basis(self, work: ConversionContext, start: int, stop: int, rank: int) -> SharedBasis:
+        moment = joint_latent_moment(self.opened, work.store, start, stop, self.settings.batch_size)
+        return shared_basis(moment, self._metrics[start:stop], rank)
+
+    def _simulated(self, layers: StreamedBlock, start: int, stop: int, rebuild: Rebuild) -> SimulatedGroup:
+        recent = (self.settings.block, self.settings.sinks, self.settings.window)
+        members = [SimulatedOwnLatents(layer.self_attn, *recent) for layer in layers.model.layers]
+        return SimulatedGroup(members, rebuild)
 
 
 def plan_groups(

@@ -16,7 +16,7 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.token_format import TokenFormat
-from surgery.running.layer_stream import StreamedLayer
+from surgery.running.layer_stream import LayerStream, StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.context import ConversionContext
 from surgery.structures.mla.output import mla_spec, refuse_longrope
@@ -92,16 +92,8 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
 
     def exact_forms(self, work: ConversionContext, index: int) -> dict[str, Form]:
         """Return a layer's attention for every exact stage."""
-        stream = self.opened.stream
         anatomy, _, basis = self._calibrated(work, index)
-        every = torch.arange(basis.components)
-        bases = {"merged": identity_basis(anatomy.kv_heads, anatomy.head_dim // 2), "rotated": basis}
-        return {
-            name: lambda basis=each: SimulatedAttention(
-                latent_form(anatomy, basis, every).to(stream.device, stream.dtype)
-            )
-            for name, each in bases.items()
-        }
+        return exact_forms(anatomy, basis, self.opened.stream)
 
     def tensors(self, writer: OwnQuantizedMLA, index: int, result: QuantizedLatents) -> dict[str, Tensor]:
         """Return a converted layer's new tensors."""
@@ -128,3 +120,13 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         anatomy = self.opened.anatomy(layer).to(torch.float64)
         statistics = centered(work.library.load(layer, self.first_tokens)[0])
         return anatomy, statistics, mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+
+
+def exact_forms(anatomy: AttentionAnatomy, basis: KeyBasis, stream: LayerStream) -> dict[str, Form]:
+    """Return a layer's attention with all components kept, for every exact stage: head by head, and in the basis."""
+    every = torch.arange(basis.components)
+    bases = {"merged": identity_basis(anatomy.kv_heads, anatomy.head_dim // 2), "rotated": basis}
+    return {
+        name: lambda basis=each: SimulatedAttention(latent_form(anatomy, basis, every).to(stream.device, stream.dtype))
+        for name, each in bases.items()
+    }

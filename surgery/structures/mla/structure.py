@@ -20,8 +20,6 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines.limits import FAST_ROPE, FAST_WIDTH
 from surgery.families import LATENT_FAMILIES
-from surgery.families.anatomy import AttentionAnatomy
-from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, TargetOption
 from surgery.structures.context import ConversionContext
@@ -41,16 +39,14 @@ from surgery.structures.mla.plans import (
     search_plans,
     try_plans,
 )
-from surgery.structures.mla.quantized import QuantizedMLA
+from surgery.structures.mla.quantized import QuantizedMLA, exact_forms
 from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.stages import Form, StageTracker
+from surgery.structures.stages import StageTracker
 from surgery.transforms import mla
-from surgery.transforms.key_basis import KeyBasis, identity_basis
-from surgery.transforms.latent_layer import LatentLayer, SimulatedAttention
-from surgery.transforms.partial_rope import latent_form
+from surgery.transforms.latent_layer import SimulatedAttention
 
 
 class MLA(Structure[Source, ConvertSettings]):
@@ -230,8 +226,12 @@ class MLA(Structure[Source, ConvertSettings]):
         anatomy = self.opened.anatomy(index).to(torch.float64)
         converted = self._plan.convert(anatomy, work.library, index)
         lossy = dict(zip(LOSSY_STAGES, (converted.partial, converted.truncated), strict=True))
+        forms = exact_forms(anatomy, converted.basis, stream) | {
+            name: lambda form=form: SimulatedAttention(form.to(stream.device, stream.dtype))
+            for name, form in lossy.items()
+        }
         with stream.layer(index) as layer:
-            errors = runs.advance(layer, anatomy, _forms(anatomy, converted.basis, lossy, stream), lossy)
+            errors = runs.advance(layer, anatomy, forms, lossy)
         work.converted.save(index, self._tensors(index, converted))
         return LayerReport.of(index, converted, converted.energy[: converted.truncated.rank], errors)
 
@@ -248,22 +248,6 @@ def _distance_from_usual(plan: MLAPlan) -> float:
     if plan.weight is not None:
         return abs(plan.weight - UNTRIED_WEIGHT)
     return abs(plan.split.rope_dim - (plan.split.rope_dim + plan.split.rank) / 3)
-
-
-def _forms(
-    anatomy: AttentionAnatomy, basis: KeyBasis, lossy: dict[str, LatentLayer], stream: LayerStream
-) -> dict[str, Form]:
-    every_component = torch.arange(basis.components)
-    identity = identity_basis(anatomy.kv_heads, anatomy.head_dim // 2)
-    forms = {
-        "merged": lambda: latent_form(anatomy, identity, every_component),
-        "rotated": lambda: latent_form(anatomy, basis, every_component),
-        **{name: lambda form=form: form for name, form in lossy.items()},
-    }
-    return {
-        name: lambda form=form: SimulatedAttention(form().to(stream.device, stream.dtype))
-        for name, form in forms.items()
-    }
 
 
 def _split_facts(forecast: SplitForecast) -> dict:
