@@ -1,7 +1,8 @@
 """Quantized MLA: nearly all components are kept, and bits are allocated to each by its energy.
 
 The keys of a layer change to their loss-weighted complex basis (:func:`surgery.transforms.mla.key_basis`, exact), and
-all components keep RoPE. The values get a latent in the same metric. Both are packed into a row
+all components keep RoPE. The values get a latent in the same metric, with one direction for their mean: dropping any
+other direction drops no mean. Both are packed into a row
 (:mod:`surgery.transforms.row_allocation`), with means and steps of every channel fitted to calibration text. Keys and
 values need no rebuilding when they are read, and no approximation depends on the distance of tokens.
 """
@@ -18,10 +19,12 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.token_format import Runs
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms import mla
+from surgery.transforms.algebra import damp, eigh_descending, psd_powers, solver_of
 from surgery.transforms.key_basis import KeyBasis
 from surgery.transforms.latent_layer import LatentLayer
+from surgery.transforms.partial_rope import latent_form, truncate
 from surgery.transforms.row_allocation import Section, unit_order
-from surgery.transforms.row_quantizer import fit_places, fitted_quantizer, take_or_zero
+from surgery.transforms.row_quantizer import centered, fit_places, fitted_quantizer, take_or_zero
 
 METHOD = replace(mla.METHODS["fisher"], lags=False)
 """Method "fisher" without lag statistics: every component keeps RoPE, so none has to be chosen."""
@@ -67,11 +70,62 @@ class QuantizedLatents:
     clipped: float
 
 
+@dataclass(frozen=True)
+class ValueLatents:
+    """Directions of the latent of a layer's values, by descending energy; float64.
+
+    The weighted mean lies in one direction, which a row must hold. The others are the KLT of its complement.
+
+    Attributes:
+        down, up: maps from values [n] to the latent and back, [n, n] each.
+        energy: variances in the metric of the loss, [n].
+        mean: index of the direction of the mean; None if the mean is zero.
+    """
+
+    down: Tensor
+    up: Tensor
+    energy: Tensor
+    mean: int | None
+
+    @classmethod
+    def of(cls, anatomy: AttentionAnatomy, statistics: LayerStatistics) -> ValueLatents:
+        """Compute the directions from statistics of all tokens but the first, which need not be centered."""
+        values, mean, place = slice(anatomy.kv_heads * anatomy.head_dim, None), statistics.weighted_mean, None
+        moment = centered(statistics).gradient_weighted_moment[values, values]
+        solver = solver_of(moment)
+        root, inverse = psd_powers(damp(statistics.metric[values, values]).to(solver), (0.5, -0.5))
+        moment = root @ moment.to(solver) @ root
+        if mean is None or not mean[values].any():
+            energy, vectors = eigh_descending(moment)
+        else:
+            direction = (root @ mean[values].to(solver))[:, None]
+            direction = direction / direction.norm()
+            complement = torch.eye(len(root), dtype=root.dtype, device=solver) - direction @ direction.mT
+            # The direction itself gets a negative eigenvalue, and comes last.
+            energy, vectors = eigh_descending(complement @ moment @ complement - direction @ direction.mT)
+            energy = torch.cat([energy[:-1], (direction.mT @ moment @ direction)[0]])
+            order = energy.argsort(descending=True, stable=True)
+            energy, vectors = energy[order], torch.cat([vectors[:, :-1], direction], dim=1)[:, order]
+            place = order.tolist().index(len(order) - 1)
+        parts = (vectors.mT @ root, inverse @ vectors, energy.clamp_min(0))
+        return cls(*(each.to(statistics.moment.device) for each in parts), place)
+
+    def held(self, order: list[int]) -> list[int]:
+        """Return an order of directions in a row; the mean takes the place of the last one if it is not there."""
+        if self.mean is None or self.mean in order:
+            return order
+        return [self.mean if each == max(order) else each for each in order]
+
+
+def key_basis(anatomy: AttentionAnatomy, statistics: LayerStatistics) -> KeyBasis:
+    """Compute the basis of a layer's keys."""
+    return mla.key_basis(METHOD, anatomy, centered(statistics), None)
+
+
 def spectra(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBasis) -> LayerSpectra:
-    """Compute the energies of a layer from centered statistics."""
-    everything = torch.arange(basis.components)
-    (values,) = mla.latent_energies(anatomy, statistics, basis, [everything])
-    return LayerSpectra(mla.component_energies(anatomy, statistics, basis), values)
+    """Compute the energies of a layer."""
+    components = mla.component_energies(anatomy, centered(statistics), basis)
+    return LayerSpectra(components, ValueLatents.of(anatomy, statistics).energy)
 
 
 def convert_layer(
@@ -87,17 +141,17 @@ def convert_layer(
 
     Args:
         anatomy: the layer in float64.
-        statistics: centered statistics without the first tokens.
-        basis: basis of the keys.
+        statistics: statistics without the first tokens.
+        basis: from :func:`key_basis`.
         order: indices of the components by descending energy.
         runs: runs of the latent and of the shared key.
         inputs: attention inputs of the calibration tokens [N, T, D].
         first: number of first tokens that the cache keeps in full precision.
     """
     latent_order, rope_order = (unit_order(each, unit) for each, unit in zip(runs, (1, 2), strict=True))
-    rank = min(len(latent_order), anatomy.kv_heads * anatomy.value_dim)
-    converted = mla.convert_layer(METHOD, anatomy, statistics, basis, order, rank)
-    layer = _in_order(converted.truncated, latent_order, rope_order)
+    latents = ValueLatents.of(anatomy, statistics)
+    full = truncate(latent_form(anatomy, basis, order), latents.down, latents.up)
+    layer = _in_order(full, latents.held(latent_order), rope_order)
     body = inputs[:, first:].flatten(0, 1)
     indices = fit_places(len(body))
     down = layer.to(body.device, torch.float32)

@@ -24,12 +24,12 @@ from surgery.structures.mla.report import EXACT_STAGES
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.packed_rows import PackedRows, Plans, RowLayerReport, Rows
 from surgery.structures.stages import Form
-from surgery.transforms import mla, quantized_mla
+from surgery.transforms import quantized_mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import SimulatedAttention
 from surgery.transforms.partial_rope import latent_form
 from surgery.transforms.quantized_mla import LayerSpectra, QuantizedLatents
-from surgery.transforms.row_quantizer import centered, reader
+from surgery.transforms.row_quantizer import reader
 
 
 class QuantizedMLA(PackedRows[ConvertSettings]):
@@ -116,10 +116,10 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         }
 
     def _calibrated(self, work: ConversionContext, layer: int) -> tuple[AttentionAnatomy, LayerStatistics, KeyBasis]:
-        """Return a layer in float64, its centered statistics, and the basis of its keys."""
+        """Return a layer in float64, its statistics without the first tokens, and the basis of its keys."""
         anatomy = self.opened.anatomy(layer).to(torch.float64)
-        statistics = centered(work.library.load(layer, self.first_tokens)[0])
-        return anatomy, statistics, mla.key_basis(quantized_mla.METHOD, anatomy, statistics, None)
+        statistics = work.library.load(layer, self.first_tokens)[0]
+        return anatomy, statistics, quantized_mla.key_basis(anatomy, statistics)
 
 
 def exact_forms(anatomy: AttentionAnatomy, basis: KeyBasis, stream: LayerStream) -> dict[str, Form]:
