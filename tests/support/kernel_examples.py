@@ -45,7 +45,6 @@ class Example:
         given: arguments by name, of the function, the registered operator and the reference alike.
         of_function, of_operator: those that only the one or the others have.
         settings: those of the operator that the reference has no use for.
-        has_backward: whether the operation has a kernel for its gradients.
         refused: changes of the function's arguments, and what is said of them.
     """
 
@@ -57,7 +56,6 @@ class Example:
     of_function: dict = field(default_factory=dict)
     of_operator: dict = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
-    has_backward: bool = False
 
     def arguments(self, dtype: torch.dtype, device: torch.device, gradients: bool = False) -> dict:
         """Return the arguments of operator and reference; with gradients, all floating-point tensors but scales and
