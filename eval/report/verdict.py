@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from surgery.common.human import cost, perplexity, perplexity_text, share
-from surgery.eval.report.tables import Report, ReportRow, baseline_of, dig
+from surgery.eval.report.document import Report, ReportRow, baseline_of, dig, is_storage
 
 
 def verdict(report: Report) -> list[str]:
@@ -32,11 +32,12 @@ def by_checkpoint(report: Report) -> list[str]:
 
 
 def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
-    """Return the rows of a role whose bytes and loss were compared with a baseline's."""
+    """Return the rows of a role whose live bytes and loss were compared with a baseline's."""
     return [
         row
         for row in report["rows"]
         if row.get("role") == role
+        and not is_storage(row)
         and dig(row, "comparison", "loss", "difference") is not None
         and dig(row, "kv", "ratio") is not None
     ]

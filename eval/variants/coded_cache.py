@@ -192,11 +192,11 @@ def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer],
 
     install(model, name, prepare, empty())
     if chunk:
-        model.base_model.forward = wraps(model.base_model.forward)(partial(_chunked, model.base_model.forward, chunk))
+        model.base_model.forward = wraps(model.base_model.forward)(partial(in_chunks, model.base_model.forward, chunk))
     return model
 
 
-def _chunked(forward: Callable, chunk: int, **call: Any) -> Any:
+def in_chunks(forward: Callable, chunk: int, **call: Any) -> Any:
     """Call a decoder's `forward` on pieces that end at multiples of `chunk` tokens and concatenate the outputs."""
     cache: Cache = call[CACHE]
     name = "inputs_embeds" if call.get("input_ids") is None else "input_ids"
