@@ -1,13 +1,15 @@
 """Transform coding of vectors after KVTC: principal components, bits by dynamic programming, and DEFLATE.
 
 Staniszewski and Łańcucki, "KV Cache Transform Coding for Compact Storage in LLM Inference", ICLR 2026,
-arXiv:2511.01815, sections 3.1 to 3.3; `allocate` gives the optimum of the pseudocode in its appendix B.17. The authors
-published no code. Where the paper leaves a choice open, the choice here is ours:
+arXiv:2511.01815, sections 3.1 to 3.3; `allocate` gives the optimum of the pseudocode in its appendix B.17. No code of
+the authors was available, only kernels in NVIDIA's Dynamo (`lib/kvbm-kernels`), which project and quantize but neither
+calibrate nor allocate. Where the paper leaves a choice open, the choice here is ours:
 
-- 2 and 4 bits: even steps from the minimum of a group to its maximum, as in KIVI, which the paper follows. FP8: e4m3
-  of the group shifted to the middle of its range and scaled to ±448. Shift and scale are fp16 and belong to one token.
-- The bytes are ordered by group: shifts, scales and values of all tokens, as NVIDIA's `kvbm-kernels` of Dynamo orders
-  them. zlib's default level in place of nvCOMP.
+- 2 and 4 bits: even steps from the minimum of a group to its maximum, as in KIVI and in Dynamo. FP8: e4m3 of the group
+  shifted to the middle of its range and scaled to ±448; Dynamo casts without a scale, the paper gives every group one.
+  Shift and scale are fp16 and belong to one token.
+- The bytes are ordered by group, as in Dynamo: shifts, scales and values of all tokens. zlib's default level takes the
+  place of nvCOMP.
 - The projection is in float32, from the covariance; the authors store it in 16 bits, from a randomized SVD.
 """
 
