@@ -35,6 +35,7 @@ LINES = {
     "peak_tflops": ["heal", "builtin", "--dry-run", "--peak-tflops", "989"],
     "utilization": ["heal", "builtin", "--dry-run", "--utilization", "0.4"],
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
+    "attention surgery": ["heal", "builtin", "--attention", "surgery"],
     "orthogonal": ["heal", "builtin", "--orthogonal"],
     "stream": ["heal", "builtin", "--config", "{file}"],
     "teacher_logits": ["heal", "builtin", "--teacher-logits", "cache"],

