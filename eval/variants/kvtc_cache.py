@@ -40,7 +40,8 @@ from surgery.eval.variants.cache_hook import NoVariant, check_model, install
 from surgery.eval.variants.coded_cache import in_chunks
 from surgery.eval.variants.transform_coding import Spectrum, TransformCoder, deflated
 from surgery.model.cache_argument import CACHE
-from surgery.model.cache_layer import Call, CompactLayer, own_cache
+from surgery.model.cache_layer import Call, own_cache
+from surgery.model.plain_cache import PlainLayer
 from surgery.model.rotary import rotation_of
 
 PRESETS = {"kvtc_8x": 8, "kvtc_16x": 16, "kvtc_32x": 32, "kvtc_64x": 64}
@@ -151,7 +152,7 @@ class Storage(nn.Module):
         )
 
 
-class RestoredLayer(CompactLayer):
+class RestoredLayer(PlainLayer):
     """Cache layer in full precision, whose older tokens are replaced by what storage keeps of them.
 
     Attributes:
@@ -169,28 +170,6 @@ class RestoredLayer(CompactLayer):
         """Return the coders, and whether this is the first layer."""
         return self.coders, self.first
 
-    def predicted_bytes(
-        self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Return the bytes of `tokens` tokens in full precision."""
-        return batch * tokens * heads * (key_dim + value_dim) * dtype.itemsize
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate empty tensors with the batch size, heads, head sizes, dtype and device of the first tokens."""
-        self.keys, self.values = key_states[..., :0, :].clone(), value_states[..., :0, :].clone()
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, H, n, d]; return those of all tokens."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys, self.values = torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Return the number of cached tokens."""
-        return self.keys.shape[2] if self.is_initialized else 0
-
     def reset(self) -> None:
         """Drop all tokens."""
         self.keys = self.values = None
@@ -199,10 +178,9 @@ class RestoredLayer(CompactLayer):
             self.storage = Storage(self.coders)
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.is_initialized:
-            self.keys, self.values = change(self.keys), change(self.values)
-            if self.first:
-                self.storage.map_rows(change)
+        super()._map_rows(change)
+        if self.is_initialized and self.first:
+            self.storage.map_rows(change)
 
 
 class StoredTurns:
