@@ -19,7 +19,7 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.token_format import Runs
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms import mla
-from surgery.transforms.algebra import damp, eigh_descending, psd_powers, solver_of
+from surgery.transforms.algebra import damp, eigh_descending, psd_powers, reduced_rank_projection, solver_of
 from surgery.transforms.key_basis import KeyBasis
 from surgery.transforms.latent_layer import LatentLayer
 from surgery.transforms.partial_rope import latent_form, truncate
@@ -90,25 +90,24 @@ class ValueLatents:
     @classmethod
     def of(cls, anatomy: AttentionAnatomy, statistics: LayerStatistics) -> ValueLatents:
         """Compute the directions from statistics of all tokens but the first, which need not be centered."""
-        values, mean, place = slice(anatomy.kv_heads * anatomy.head_dim, None), statistics.weighted_mean, None
+        values, mean = slice(anatomy.kv_heads * anatomy.head_dim, None), statistics.weighted_mean
         moment = centered(statistics).gradient_weighted_moment[values, values]
-        solver = solver_of(moment)
-        root, inverse = psd_powers(damp(statistics.metric[values, values]).to(solver), (0.5, -0.5))
-        moment = root @ moment.to(solver) @ root
+        metric = damp(statistics.metric[values, values])
         if mean is None or not mean[values].any():
-            energy, vectors = eigh_descending(moment)
-        else:
-            direction = (root @ mean[values].to(solver))[:, None]
-            direction = direction / direction.norm()
-            complement = torch.eye(len(root), dtype=root.dtype, device=solver) - direction @ direction.mT
-            # The direction itself gets a negative eigenvalue, and comes last.
-            energy, vectors = eigh_descending(complement @ moment @ complement - direction @ direction.mT)
-            energy = torch.cat([energy[:-1], (direction.mT @ moment @ direction)[0]])
-            order = energy.argsort(descending=True, stable=True)
-            energy, vectors = energy[order], torch.cat([vectors[:, :-1], direction], dim=1)[:, order]
-            place = order.tolist().index(len(order) - 1)
+            return cls(*reduced_rank_projection(moment, metric, len(moment)), None)
+        solver = solver_of(moment)
+        root, inverse = psd_powers(metric.to(solver), (0.5, -0.5))
+        moment = root @ moment.to(solver) @ root
+        direction = (root @ mean[values].to(solver))[:, None]
+        direction = direction / direction.norm()
+        complement = torch.eye(len(root), dtype=root.dtype, device=solver) - direction @ direction.mT
+        # The direction itself gets a negative eigenvalue, and comes last.
+        energy, vectors = eigh_descending(complement @ moment @ complement - direction @ direction.mT)
+        energy = torch.cat([energy[:-1], (direction.mT @ moment @ direction)[0]])
+        order = energy.argsort(descending=True, stable=True)
+        energy, vectors = energy[order], torch.cat([vectors[:, :-1], direction], dim=1)[:, order]
         parts = (vectors.mT @ root, inverse @ vectors, energy.clamp_min(0))
-        return cls(*(each.to(statistics.moment.device) for each in parts), place)
+        return cls(*(each.to(metric.device) for each in parts), order.tolist().index(len(order) - 1))
 
     def held(self, order: list[int]) -> list[int]:
         """Return an order of directions in a row; the mean takes the place of the last one if it is not there."""
