@@ -2,8 +2,8 @@
 
 Staniszewski and Łańcucki, "KV Cache Transform Coding for Compact Storage in LLM Inference", ICLR 2026,
 arXiv:2511.01815, sections 3.1 to 3.3; `allocate` gives the optimum of the pseudocode in its appendix B.17. No code of
-the authors was available, only kernels in NVIDIA's Dynamo (`lib/kvbm-kernels`), which project and quantize but neither
-calibrate nor allocate. Where the paper leaves a choice open, the choice here is ours:
+the authors was available, only kernels in NVIDIA's Dynamo (`lib/kvbm-kernels`; read, not run), which project and
+quantize but neither calibrate nor allocate. Where the paper leaves a choice open, the choice here is ours:
 
 - 2 and 4 bits: even steps from the minimum of a group to its maximum, as in KIVI and in Dynamo. FP8: e4m3 of the group
   shifted to the middle of its range and scaled to ±448; Dynamo casts without a scale, the paper gives every group one.
