@@ -138,14 +138,14 @@ def _kernel_batches(setup: Setup) -> str:
 
 
 def _kernels(setup: Setup, seconds: float) -> list[str]:
-    some = ["--operations", "mla_decode,gqa_decode", "--device", setup.device] if setup.tiny else []
+    some = ["--operations", "mla_decode,sdpa", "--device", setup.device] if setup.tiny else []
     sizes = ["--shapes", _kernel_shapes(setup), "--batches", _kernel_batches(setup)]
     return _bench(setup, "kernels", seconds, *sizes, *some)
 
 
 def _tuning(setup: Setup, seconds: float) -> list[str]:
     if setup.tiny:  # without a GPU there are no timings to tune by, so only check the cases
-        return _bench(setup, "kernels", seconds, "--operations", "gqa_decode", "--batches", "1", folder="tuning")
+        return _bench(setup, "kernels", seconds, "--operations", "mla_decode", "--batches", "1", folder="tuning")
     what = ["--operations", "mla_decode,lowrank_decode", "--batches", "16", "--no-baselines", "--tune"]
     return _bench(setup, "kernels", seconds, *what, "--tuned", str(setup.work / "tuned"), folder="tuning")
 

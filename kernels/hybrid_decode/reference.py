@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.gqa_decode.reference import attention
+from surgery.kernels.reference import attention
 
 
 def hybrid_attention(

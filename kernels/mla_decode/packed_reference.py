@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.gqa_decode.reference import all_rows, paged_tokens, visible
 from surgery.kernels.lowrank_decode.reference import cos_sin
 from surgery.kernels.mla_decode.reference import shared_attention
 from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
+from surgery.kernels.reference import all_rows, paged_tokens, visible
 
 
 def packed_latent_attention(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.gqa_decode.reference import all_rows, attention, paged_tokens, visible
+from surgery.kernels.reference import all_rows, attention, paged_tokens, visible
 
 
 def causal_mask(tokens: int, length: int, window: int | None, device: torch.device) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surgery.kernels.gqa_decode.reference import paged_tokens
 from surgery.kernels.mla_decode.packed_reference import values_of
+from surgery.kernels.reference import paged_tokens
 
 
 def unpack_to_pages(

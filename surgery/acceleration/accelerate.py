@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from surgery.acceleration import plain_heads
+from surgery.acceleration import stock_mla
 from surgery.acceleration.comparison import TOLERANCE, step_error
 from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_layer
 from surgery.acceleration.hybrid import hybrid_kernel
@@ -51,10 +51,10 @@ class Acceleration:
 
 
 def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
-    """Run a model's decode steps on the Triton kernels, and its prefill where they support it.
+    """Run a model's decode steps on the Triton kernels; prompts and plain heads stay on PyTorch's attention.
 
-    Supports stock `deepseek_v3` (reading its latents as cached), the custom model class, and any family that uses
-    transformers' attention functions. Saved checkpoints are unaffected. An accelerated model is left unchanged.
+    Supports stock `deepseek_v3` (reading its latents as cached) and the custom model class. Saved checkpoints are
+    unaffected. An accelerated model is left unchanged.
 
     Args:
         compare: run a short text with and without kernels, and restore the model if the logits differ by more than
@@ -62,7 +62,7 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
 
     Returns:
         Operation of each layer and measured error. If the model stays unchanged (no GPU, no Triton, float64, logit
-        caps, learned sinks), `refused` has the reason, which is also logged.
+        caps, learned sinks, plain heads alone), `refused` has the reason, which is also logged.
     """
     if hasattr(model, STATE):
         return getattr(model, STATE)[1]
@@ -72,13 +72,15 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
         reason = f"{type(model).__name__} does not support custom attention functions"
     if reason is None and own_softmax(model.config):
         reason = "no kernel supports logit softcaps or learned sinks"
+    if reason is None and not any(isinstance(module, CHANGED) for module in _attentions(model)):
+        reason = "all layers have plain heads, which PyTorch's attention reads"
     if reason is not None:
         logger.warning("the model is not accelerated: %s", reason)
         return Acceleration((), refused=reason)
     plain = step_error(model, None) if compare else None
     before = model.config._attn_implementation
-    plain_heads.register()
-    model.set_attn_implementation(plain_heads.NAME)
+    stock_mla.register()
+    model.set_attn_implementation(stock_mla.NAME)
     layers = tuple(_accelerate_module(module) for module in _attentions(model))
     setattr(model, STATE, (before, Acceleration(layers)))
     if plain is None:
@@ -101,7 +103,7 @@ def decelerate(model: PreTrainedModel) -> None:
     delattr(model, STATE)
     model.set_attn_implementation(before)
     for module in _attentions(model):
-        for name in ("kernel", "expand_kv", plain_heads.HANDS_ON_LATENTS):
+        for name in ("kernel", "expand_kv", stock_mla.PASSES_LATENTS):
             module.__dict__.pop(name, None)
 
 
@@ -131,6 +133,10 @@ WITHOUT = (
 )
 
 
+CHANGED = (DeepseekV3Attention, *WITHOUT, *(kind for kind, *_ in KERNELS))
+"""Attention classes whose cache is not plain heads."""
+
+
 def _accelerate_module(module: nn.Module) -> str:
     """Accelerate one attention module; return its operation, or the reason why it keeps its own code."""
     if isinstance(module, WITHOUT):
@@ -138,7 +144,7 @@ def _accelerate_module(module: nn.Module) -> str:
     if isinstance(module, DeepseekV3Attention):
         if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:
             return "not accelerated: kv_b_proj is not a plain linear layer without bias"
-        setattr(module, plain_heads.HANDS_ON_LATENTS, True)
+        setattr(module, stock_mla.PASSES_LATENTS, True)
         module.expand_kv = _unexpanded
         return "mla_decode"
     for kind, kernel, operation in KERNELS:
@@ -149,7 +155,7 @@ def _accelerate_module(module: nn.Module) -> str:
                 return f"not accelerated: {reason}"
             module.kernel = kernel
             return operation
-    return "gqa_decode"
+    return "not accelerated: plain heads, which PyTorch's attention reads"
 
 
 def _unexpanded(latent: torch.Tensor, rope_key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

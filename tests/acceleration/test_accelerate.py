@@ -39,7 +39,6 @@ OPERATIONS = {
     "low_rank": "lowrank_decode",
     "blocks": "lowrank_decode",
     "window": "lowrank_decode",
-    "grouped": "gqa_decode",
     "hybrid": "hybrid_decode",
 }
 
@@ -162,10 +161,14 @@ def test_stock_mla_reads_its_latents(overrides, calls):
     assert set(result.layers) == {"mla_decode"}
 
 
-@pytest.mark.parametrize("family", ["mistral", *(pytest.param(family, marks=SLOW) for family in ("llama", "qwen3"))])
-def test_any_family_decodes_on_our_heads(family, calls):
-    result = check(tiny_source(family), calls, caches=("dynamic",))
-    assert set(result.layers) == {"gqa_decode"}
+@pytest.mark.parametrize("make", [tiny_source, lambda family: grouped(tiny_source(family))], ids=["stock", "grouped"])
+def test_plain_heads_stay_on_pytorchs_attention(make):
+    model = make("llama")
+    before = model.config._attn_implementation
+    with only_kernels():
+        result = accelerate(model)
+    assert "plain heads" in result.refused and not result.layers
+    assert model.config._attn_implementation == before and not hasattr(model, STATE)
 
 
 def test_nothing_is_left_behind():

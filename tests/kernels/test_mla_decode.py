@@ -7,12 +7,12 @@ import torch
 from kernel_checks import assert_close
 from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 
-from surgery.kernels.gqa_decode.reference import paged_tokens
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import kernel
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.reference import causal_mask, ragged_latent_attention
 from surgery.kernels.operation import attention_outputs
+from surgery.kernels.reference import paged_tokens
 from surgery.kernels.split_kv import merge
 
 SMALL = Config(block_rows=16, block_tokens=16, chunk=16, warps=4, stages=2)

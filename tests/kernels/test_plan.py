@@ -17,7 +17,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.kernels import plan, tuned
-from surgery.kernels.gqa_decode.operator import _gqa_decode, gqa_decode
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
@@ -81,12 +80,8 @@ STEPS = {
         normal(2, 1, 4, 12), view(normal(2, n, 8), 1), view(normal(2, n, 4), 1), 0.3
     ),
     "mla in pages": lambda n: mla_decode(normal(2, 1, 4, 12), normal(9, 16, 8), normal(9, 16, 4), 0.3, pages=pages(n)),
-    "gqa": lambda n: gqa_decode(normal(2, 1, 4, 8), normal(2, 2, n, 8), normal(2, 2, n, 6), 0.3, starts=ints(0, 1)),
-    "gqa transposed": lambda n: gqa_decode(
-        normal(2, 1, 4, 8), normal(2, n, 2, 8).transpose(1, 2), normal(2, n, 2, 6).transpose(1, 2), 0.3
-    ),
-    "gqa in pages": lambda n: gqa_decode(
-        normal(2, 1, 4, 8), normal(9, 2, 16, 8), normal(9, 2, 16, 8), 0.3, pages=pages(n)
+    "mla transposed": lambda n: mla_decode(
+        normal(2, 1, 4, 12), normal(n, 2, 8).transpose(0, 1), normal(n, 2, 4).transpose(0, 1), 0.3, starts=ints(0, 1)
     ),
     "mla in rows": packed,
     "rows to pages": to_pages,
@@ -161,19 +156,15 @@ def test_sizes_that_differ_are_refused_with_a_plan_of_equal_ones(launched):
     for other in (599, 601, 610):
         with pytest.raises(ValueError, match="must hold the same tokens"):
             mla_decode(query, latent, normal(2, other, 4), 0.3)
-    heads = normal(2, 2, 600, 8)
-    gqa_decode(normal(2, 1, 4, 8), heads, heads, 0.3)
-    with pytest.raises(ValueError, match="must agree in d"):
-        gqa_decode(normal(2, 1, 4, 8), heads, normal(2, 2, 599, 8), 0.3)
 
 
 def test_one_tensor_twice_is_no_plan_for_two(device):
-    query, key, value = (normal(*shape).to(device) for shape in ((1, 1, 2, 16), (1, 1, 20, 16), (1, 1, 20, 16)))
+    query, latent, rope_key = (normal(*shape).to(device) for shape in ((1, 1, 2, 32), (1, 20, 16), (1, 20, 16)))
     plan.forget_plans()
-    gqa_decode(query, key, key, 0.3)
-    reference = gqa_decode(query, key, value, 0.3)
+    mla_decode(query, latent, latent, 0.3)
+    reference = mla_decode(query, latent, rope_key, 0.3)
     plan.forget_plans()
-    assert all(map(torch.equal, reference, gqa_decode(query, key, value, 0.3)))
+    assert all(map(torch.equal, reference, mla_decode(query, latent, rope_key, 0.3)))
 
 
 def test_a_plan_keeps_no_tensors_of_its_first_call_alive(device):
@@ -236,8 +227,8 @@ def test_gradients_modes_transforms_and_subclasses_see_the_operator(arguments):
 def test_plans_are_few_and_forgotten_with_configurations(launched, monkeypatch):
     monkeypatch.setattr(plan, "MOST_PLANS", 3)
     for tokens in (2, 5, 9, 17, 33):
-        gqa_decode(normal(1, tokens % 3 + 1, 2, 4), normal(1, 1, tokens, 4), normal(1, 1, tokens, 4), 0.3)
-        assert 1 <= len(_gqa_decode._plans) <= 3 and 1 <= len(_gqa_decode._calls) <= 3
+        mla_decode(normal(1, tokens % 3 + 1, 2, 6), normal(1, tokens, 4), normal(1, tokens, 2), 0.3)
+        assert 1 <= len(_mla_decode._plans) <= 3 and 1 <= len(_mla_decode._calls) <= 3
     with tuned.trying({}):
         pass
-    assert not _gqa_decode._plans and not _gqa_decode._calls
+    assert not _mla_decode._plans and not _mla_decode._calls

@@ -10,7 +10,6 @@ import torch
 import triton.compiler
 
 from surgery.kernels.bench.host_cost import without_gpu
-from surgery.kernels.gqa_decode.operator import _gqa_decode, gqa_decode
 from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
 from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
@@ -76,14 +75,6 @@ STEPS = {
     "mla_decode in pages": (
         _mla_decode,
         lambda n: mla_decode(zeros(1, 1, 4, 96), zeros(99, 16, 64), zeros(99, 16, 32), 0.1, pages=pages(n)),
-    ),
-    "gqa_decode": (
-        _gqa_decode,
-        lambda n: gqa_decode(zeros(1, 1, 4, 32), zeros(1, 2, n, 32), zeros(1, 2, n, 32), 0.1),
-    ),
-    "gqa_decode in pages": (
-        _gqa_decode,
-        lambda n: gqa_decode(zeros(1, 1, 4, 32), zeros(99, 2, 16, 32), zeros(99, 2, 16, 32), 0.1, pages=pages(n)),
     ),
     "mla_decode_packed": (_mla_decode_packed, packed),
     "lowrank_decode": (_lowrank_decode, lowrank),

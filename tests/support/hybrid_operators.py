@@ -3,7 +3,6 @@
 import torch
 
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
-from surgery.kernels.sink_recent_prefill.operator import sink_recent_prefill
 from surgery.kernels.split_kv import merge
 from surgery.model.cache_argument import takes_cache
 from surgery.model.hybrid_cache import HybridLayer, StreamingLayer
@@ -22,43 +21,32 @@ def through_operators(
     left_padding=None,
     **kwargs,
 ):
-    """`HybridAttention.forward`: first tokens by `sink_recent_prefill`, others by `hybrid_decode`.
-
-    For layers of which some head streams.
-    """
+    """`HybridAttention.forward` by `hybrid_decode`, for layers of which some head streams."""
     query, key, value = project_heads(self, hidden_states, position_embeddings)
     new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
     layer = layer_of(cache, self.layer_idx, new, len(query), left_padding)
     streaming, full = layer.streaming, self.full_heads
     starts = layer.padding.on(query.device, torch.int32)
-    first, sink_slots = not streaming.is_initialized, 0
-    if not first:
-        sink_slots = streaming.sink_keys.shape[2]
+    sink_slots = streaming.sink_keys.shape[2] if streaming.is_initialized else 0
     streaming_key, streaming_value = streaming.update(key[:, full:], value[:, full:])
     if full:
         full_key, full_value = layer.full.update(key[:, :full], value[:, :full])
     else:
         full_key = full_value = key.new_empty(len(key), 0, streaming.seen, key.shape[-1])
-    if first and not self.compensated_heads:
-        sinks = torch.full((self.num_kv_heads,), self.sinks, dtype=torch.int32, device=query.device)
-        recent = torch.full_like(sinks, self.recent)
-        recent[:full] = -1
-        out, _ = sink_recent_prefill(query, key, value, self.scaling, sinks, recent, starts=starts)
-    else:
-        out, lse = hybrid_decode(
-            query.transpose(1, 2),
-            full_key,
-            full_value,
-            streaming_key,
-            streaming_value,
-            self.scaling,
-            sink_slots=sink_slots,
-            sinks=self.sinks,
-            recent=self.recent,
-            starts=starts,
-        )
-        if self.compensated_heads:
-            out = compensated(self, query.transpose(1, 2), out, lse, streaming.take_dropped())
+    out, lse = hybrid_decode(
+        query.transpose(1, 2),
+        full_key,
+        full_value,
+        streaming_key,
+        streaming_value,
+        self.scaling,
+        sink_slots=sink_slots,
+        sinks=self.sinks,
+        recent=self.recent,
+        starts=starts,
+    )
+    if self.compensated_heads:
+        out = compensated(self, query.transpose(1, 2), out, lse, streaming.take_dropped())
     return self.o_proj(out.flatten(2)), None
 
 

@@ -15,14 +15,10 @@ TINY_CASES = cases(OPERATIONS, ["tiny"], [63], [3], [torch.float32])
 BY_HAND = {
     # cached bytes, FLOPs of the products, at 1 x 1024 tokens of bf16
     "mla_decode": (1024 * 576 * 2, 2 * 1024 * 32 * (2 * 512 + 64)),
-    "gqa_decode": (1024 * 8 * 256 * 2, 4 * 1024 * 32 * 128),
+    "sdpa": (1024 * 8 * 256 * 2, 4 * 1024 * 32 * 128),
     "lowrank_decode": (1024 * 512 * 2, 2 * 1024 * (8 * 64 * 128 + 32 * (128 + 64))),
     "hybrid_decode": ((4 * 1024 + 4 * 320) * 256 * 2, 4 * 4 * (4 * 1024 + 4 * 320) * 128),
     "mla_decode_packed": (1024 * 320 + 4 * 640 * 2, 2 * 1024 * 32 * (2 * 512 + 128)),
-    "sink_recent_prefill": (
-        1024 * 8 * 256 * 2,
-        4 * 128 * 4 * (4 * (1024 * 1025 // 2) + 4 * (320 * 321 // 2 + 704 * 320)),
-    ),
 }
 
 
@@ -54,7 +50,7 @@ def test_libraries_compute_the_same(operation):
 
 def test_sdpa_backends_that_there_are_not_are_named_with_their_reason(monkeypatch):
     monkeypatch.setattr(libraries, "flex", lambda *inputs: 1 / 0)  # compiles
-    case = first("gqa_decode", "tiny", 40, 1, torch.float32)
+    case = first("sdpa", "tiny", 40, 1, torch.float32)
     result = gate.check(case, case.inputs(CPU, 0))
     assert result.passed
     assert set(result.refused) | set(result.library_errors) == {"FlexAttention", *libraries.all_sdpa(None, 1.0)}
@@ -103,16 +99,16 @@ def test_worse_than_twice_the_best_library_does_not_pass():
 
 
 def test_operations_take_turns_and_the_largest_come_first():
-    result = cases(["mla_decode", "gqa_decode"], ["llama3-8b"], [1024, 4096], [1, 8], [torch.bfloat16])
-    assert [case.operation for case in result[:4]] == ["mla_decode", "gqa_decode"] * 2
-    sizes = [case.batch * case.context for case in result if case.operation == "gqa_decode"]
+    result = cases(["mla_decode", "sdpa"], ["llama3-8b"], [1024, 4096], [1, 8], [torch.bfloat16])
+    assert [case.operation for case in result[:4]] == ["mla_decode", "sdpa"] * 2
+    sizes = [case.batch * case.context for case in result if case.operation == "sdpa"]
     assert sizes == sorted(sizes, reverse=True)
     for plan in (DEFAULTS, TINY):
         assert set(plan.models) <= set(MODELS)
 
 
 def test_unknown_names_and_sizes():
-    with pytest.raises(ValueError, match="unknown operation 'mla'; choose from gqa_decode, "):
+    with pytest.raises(ValueError, match="unknown operation 'mla'; choose from hybrid_decode, "):
         cases(["mla"], ["tiny"], [8], [1], [torch.float32])
     with pytest.raises(ValueError, match="unknown shape 'gpt'"):
         cases(["mla_decode"], ["gpt"], [8], [1], [torch.float32])

@@ -1,4 +1,4 @@
-"""Cases of `gqa_decode`: the source's attention, to separate the gain of a method from that of the kernel."""
+"""Cases of `sdpa`: decode steps of the source by PyTorch's attention, the baseline of all other operations."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from surgery.kernels.bench import libraries
 from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
-from surgery.kernels.gqa_decode.operator import gqa_decode
 
 
 @dataclass(frozen=True)
-class GQADecode(DecodeCase):
-    """Decode over grouped keys and values."""
+class SDPA(DecodeCase):
+    """Decode over grouped keys and values by the backend that PyTorch chooses; the baselines are single backends."""
 
-    operation: ClassVar[str] = "gqa_decode"
+    operation: ClassVar[str] = "sdpa"
 
     @classmethod
     def at(cls, place: Place) -> Iterator[Case]:
@@ -43,15 +43,15 @@ class GQADecode(DecodeCase):
             "query": random(rng, self.dtype, self.batch, 1, shape.heads, shape.head_dim),
             "key": random(rng, self.dtype, *cached),
             "value": random(rng, self.dtype, *cached),
-            "lengths": self.lengths(device),
         }
 
     def run(self, inputs: Inputs) -> Tensor:
-        return gqa_decode(inputs["query"], inputs["key"], inputs["value"], self.scale, lengths=inputs["lengths"])[0]
+        return scaled_dot_product_attention(*_arguments(inputs), scale=self.scale, enable_gqa=True).transpose(1, 2)
 
     def baselines(self) -> dict[str, Baseline]:
-        def arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-            return inputs["query"].transpose(1, 2), inputs["key"], inputs["value"]
+        flex = {"FlexAttention": lambda inputs: libraries.flex(*_arguments(inputs), self.scale)}
+        return libraries.all_sdpa(_arguments, self.scale) | flex
 
-        flex = {"FlexAttention": lambda inputs: libraries.flex(*arguments(inputs), self.scale)}
-        return libraries.all_sdpa(arguments, self.scale) | flex
+
+def _arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    return inputs["query"].transpose(1, 2), inputs["key"], inputs["value"]

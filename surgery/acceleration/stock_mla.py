@@ -1,10 +1,9 @@
-"""Attention function "surgery" for transformers' AttentionInterface, on the Triton kernels.
-
-Decode steps run on `gqa_decode`. Everything else (prompts, training, attention weights, the CPU) runs on SDPA.
+"""Attention function "surgery" for transformers' AttentionInterface: SDPA, but for decode steps of stock MLA.
 
 Stock `deepseek_v3` caches latents and expands all of them to keys and values at every step. Under `accelerate` its
 modules pass on the cached latents. A decode step here absorbs the up-projections into query and output (DeepSeek-V2,
-arXiv:2405.04434, appendix C) and reads the latents with `mla_decode`; all other calls expand them as before.
+arXiv:2405.04434, appendix C) and reads the latents with `mla_decode`. All other calls (prompts, training, attention
+weights, the CPU) expand them as before.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step, readable
-from surgery.kernels.gqa_decode.operator import gqa_decode
 from surgery.kernels.mla_decode.operator import mla_decode
 
 NAME = "surgery"
-HANDS_ON_LATENTS = "_surgery_hands_on_latents"
+PASSES_LATENTS = "_surgery_passes_latents"
 """Attribute of stock MLA modules that pass latents and rotated keys instead of keys and values."""
 
 
@@ -50,15 +48,10 @@ def surgery_attention(
         attention_mask: [B or 1, 1, T, S] as transformers builds it for SDPA, or None.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = query.shape[2]
-    has_one_range = queries == 1 or not _has_local_attention(module, kwargs)
-    if getattr(module, HANDS_ON_LATENTS, False):
-        if has_one_range and is_step(module, query, queries) and readable(query, module.kv_b_proj):
+    if getattr(module, PASSES_LATENTS, False):
+        if is_step(module, query, query.shape[2]) and readable(query, module.kv_b_proj):
             return _absorbed(module, query, key, value, attention_mask, scale), None
         key, value = type(module).expand_kv(module, key, value)
-    elif has_one_range and is_step(module, query, queries):
-        lengths, starts = row_bounds(attention_mask, len(query), queries, key.shape[2], query.device)
-        return gqa_decode(query.transpose(1, 2), key, value, scale, lengths=lengths, starts=starts)[0], None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)
 
 
@@ -73,10 +66,3 @@ def _absorbed(
     lengths, starts = row_bounds(mask, len(query), query.shape[2], latent.shape[2], query.device)
     attn_output, _ = mla_decode(absorbed, latent[:, 0], rope_key[:, 0], scale, lengths=lengths, starts=starts)
     return torch.einsum("bthr,hvr->bthv", attn_output, up[:, nope:])
-
-
-def _has_local_attention(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether attention is limited to a sliding window or a chunk."""
-    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
-    chunked = getattr(module.config, "attention_chunk_size", None) and getattr(module, "use_rope", False)
-    return bool(window or chunked)

@@ -1,4 +1,4 @@
-"""PyTorch reference of grouped-query attention of a few new tokens over a cache.
+"""Grouped-query attention in PyTorch, which the references of all operations share.
 
 Ainslie et al., "GQA", arXiv 2305.13245: query head h reads KV head h // (H / G). G = H is multi-head attention, G = 1
 multi-query attention. Computed in at least float32 for all input dtypes.
@@ -9,29 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-def grouped_query_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    pages: Tensor | None = None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention of the last T tokens of each row over their visible tokens; arguments as in `gqa_decode`.
-
-    Returns:
-        out [B, T, H, v] in the query's dtype and lse [B, T, H] in float32, or float64 for float64 queries.
-    """
-    if pages is not None:
-        key, value = paged_tokens(key, pages), paged_tokens(value, pages)
-    rows, tokens, capacity = query.shape[0], query.shape[1], key.shape[2]
-    ends = all_rows(capacity, rows, query.device) if lengths is None else lengths
-    filled = torch.arange(capacity, device=query.device) < ends[:, None]
-    return attention(query, key, value, scale, visible(filled, ends, starts, tokens, window))
 
 
 def attention(
