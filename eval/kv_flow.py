@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes, forward_with_cache, random_tokens
 from surgery.eval.logits import evaluation_mode
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +65,7 @@ def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: in
     counter, past = EntryCounter(), None
     pieces = _pieces(model, prompt, steps, chunk)
     try:
-        with evaluation_mode(model), tapped(model, counter):
+        with evaluation_mode(model), tap_attention(model, counter):
             for piece in pieces:
                 _, past = forward_with_cache(model, piece, past)
     except (SurgeryError, AttributeError):
@@ -87,7 +87,7 @@ def causal_entries(tokens: int) -> int:
 
 @dataclass
 class EntryCounter:
-    """Attention function for `tapped` that counts the visible query-key pairs over all query heads.
+    """Attention function for `tap_attention` that counts the visible query-key pairs over all query heads.
 
     Attributes:
         entries: pairs counted so far.

@@ -123,8 +123,8 @@ class Operation:
         if reason:
             return lambda values, _: (tell_once(self._name, reason), self._reference(*values))[1]
         # Kernels need a contiguous last dimension.
-        if any(side_by_side(tensor) is not tensor for tensor in tensors):
-            return lambda values, _: self._run([side_by_side(value) for value in values])
+        if any(with_contiguous_rows(tensor) is not tensor for tensor in tensors):
+            return lambda values, _: self._run([with_contiguous_rows(value) for value in values])
         outputs = self._outputs(call)
         memory = (outputs,) if isinstance(outputs, Tensor) else outputs or ()
         launches = import_module(self._module).launches(*values, **dict(zip(("out", "lse"), memory, strict=False)))
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def side_by_side(value: Any) -> Any:
+def with_contiguous_rows(value: Any) -> Any:
     """Make the last dimension of a tensor contiguous; return any other value unchanged."""
     if not isinstance(value, Tensor) or value.shape[-1] < 2 or value.stride(-1) == 1:
         return value

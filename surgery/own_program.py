@@ -7,13 +7,13 @@ import sys
 from itertools import pairwise
 
 from surgery.common.threads import wait_passively
-from surgery.registration import keep_off_kernels
+from surgery.registration import disable_kernels
 
 
 def begin() -> None:
     """Let OpenMP threads wait passively and keep models on their PyTorch code; call before torch is imported."""
     wait_passively()
-    keep_off_kernels()
+    disable_kernels()
 
 
 def started_as_module() -> bool:

@@ -32,7 +32,7 @@ def register_when_needed() -> None:
         finder.call_due()
 
 
-def keep_off_kernels() -> None:
+def disable_kernels() -> None:
     """Keep the custom model class on its PyTorch code on GPUs too; call before torch is imported."""
     global _decode_on_kernels
     _decode_on_kernels = False

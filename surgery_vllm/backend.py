@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
-from surgery_vllm.spans import Span, spans_of, steps_in_front
+from surgery_vllm.spans import Span, num_leading_steps, spans_of
 
 
 @dataclass
@@ -53,7 +53,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
     ) -> PagedMetadata:
         common = common_attn_metadata
         query_lens = common.query_start_loc_cpu.diff().tolist()
-        count = steps_in_front(query_lens) if self.has_kernels else 0
+        count = num_leading_steps(query_lens) if self.has_kernels else 0
         table, seq_lens = common.block_table_tensor, common.seq_lens
         spans = []
         if any(query_lens[count:]):

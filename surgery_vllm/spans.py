@@ -153,7 +153,7 @@ def spans_of(
     return spans
 
 
-def steps_in_front(query_lens: list[int]) -> int:
+def num_leading_steps(query_lens: list[int]) -> int:
     """Count the leading requests with exactly one new token."""
     return next((place for place, new in enumerate(query_lens) if new != 1), len(query_lens))
 

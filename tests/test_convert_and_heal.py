@@ -25,7 +25,7 @@ MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OU
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Trainings are of two steps of 32 tokens of a short text, in this process."""
-    monkeypatch.setattr(heal, "run_to_its_end", trained_here)
+    monkeypatch.setattr(heal, "run_interruptible", trained_here)
     few = {"max_steps": 2, "length": 32, "recall": 0.0, "learning_rate": 1e-2, "data": (str(HELD_OUT),)}
     monkeypatch.setattr(convert_and_heal, "TRAINING", convert_and_heal.TRAINING | few)
     monkeypatch.setattr(heal, "EvalSettings", lambda **given: surgery_settings(**{**given, **MEASURE}))
@@ -77,13 +77,13 @@ def test_the_command_leaves_one_checkpoint_with_both_stages(checkpoints, tmp_pat
 
 def test_interrupted_it_resumes_in_either_half(checkpoints, tmp_path, monkeypatch):
     request = conversion(checkpoints("llama"), tmp_path / "out")
-    monkeypatch.setattr(heal, "run_to_its_end", lambda *_: 7)
+    monkeypatch.setattr(heal, "run_interruptible", lambda *_: 7)
     with pytest.raises(SurgeryError, match="exit code 7"):
         convert_and_heal.convert_and_heal(request, MINUTE)
     converted = tmp_path / "out.healing" / "converted"
     before = load_file(converted / "model.safetensors")
     monkeypatch.setattr(convert_and_heal, "convert", refused)
-    monkeypatch.setattr(heal, "run_to_its_end", trained_here)
+    monkeypatch.setattr(heal, "run_interruptible", trained_here)
 
     other = ConversionRequest(request.source, request.out, KVHeadsSettings(kv_heads=1, calibration="none"))
     with pytest.raises(SurgeryError, match="other settings"):
@@ -96,13 +96,13 @@ def test_interrupted_it_resumes_in_either_half(checkpoints, tmp_path, monkeypatc
 
 def test_restart_discards_the_conversion(checkpoints, tmp_path, monkeypatch):
     source, out = checkpoints("llama"), tmp_path / "out"
-    monkeypatch.setattr(heal, "run_to_its_end", lambda *_: 7)
+    monkeypatch.setattr(heal, "run_interruptible", lambda *_: 7)
     with pytest.raises(SurgeryError, match="exit code 7"):
         convert_and_heal.convert_and_heal(conversion(source, out), MINUTE)
     converted = []
     convert = convert_and_heal.convert
     monkeypatch.setattr(convert_and_heal, "convert", lambda *a, **k: converted.append(1) or convert(*a, **k))
-    monkeypatch.setattr(heal, "run_to_its_end", trained_here)
+    monkeypatch.setattr(heal, "run_interruptible", trained_here)
     convert_and_heal.convert_and_heal(conversion(source, out, restart=True), MINUTE)
     assert converted
 

@@ -18,7 +18,7 @@ from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model import SurgeryConfig, register
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-from surgery.structures.kv_heads.structure import wanted_heads
+from surgery.structures.kv_heads.structure import requested_heads
 from surgery.structures.registry import find_target
 
 QUICK = {
@@ -160,7 +160,7 @@ def test_a_ratio_is_one_of_whole_heads():
     def heads(source, ratio):
         size = torch.zeros(source, 2, 4)
         anatomy = AttentionAnatomy(q=size, k=size, v=size, o=torch.zeros(4, source, 2), inv_freq=torch.ones(1), scale=1)
-        return wanted_heads(KVHeadsSettings(kv_ratio=ratio), anatomy, layers=10) // 10
+        return requested_heads(KVHeadsSettings(kv_ratio=ratio), anatomy, layers=10) // 10
 
     assert [heads(4, ratio) for ratio in (0.25, 0.5, None)] == [1, 2, 2]
     assert heads(6, 0.33) == 2 and heads(6, 0.333) == 2 and heads(9, None) == 3

@@ -54,7 +54,7 @@ def fork(arguments: list[str], environment: dict[str, str], log: Path) -> Any:
 @pytest.fixture
 def start_here(monkeypatch, capsys):
     """Run commands of `surgery` in this process, which has imported what they need, and begin other steps as forks."""
-    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
+    monkeypatch.setattr(healing, "run_interruptible", trained_here)
 
     def start(arguments: list[str], environment: dict[str, str], log: Path) -> Any:
         if arguments[:2] != ["-m", "surgery"]:

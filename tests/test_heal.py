@@ -54,11 +54,11 @@ MEASURE = {"windows": 2, "length": 32, "recall_prompts": 1, "data": (str(HELD_OU
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch):
     """Trainings run in this process, but in the test that starts one."""
-    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
+    monkeypatch.setattr(healing, "run_interruptible", trained_here)
 
 
 def forked_training(command: list[str], environment: dict[str, str]) -> int:
-    """Run a training in a process that has imported torch already, in place of `run_to_its_end`."""
+    """Run a training in a process that has imported torch already, in place of `run_interruptible`."""
     assert command[:2] == [sys.executable, "-m"]
     return Fork(*command[3:], module=command[2], environment=environment).wait()
 
@@ -110,7 +110,7 @@ def test_stock_mla_stays_stock(pair_of, tmp_path, kind):
 
 
 def test_the_report_and_the_card_say_what_happened(pair_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", forked_training)
+    monkeypatch.setattr("surgery.healing.heal.run_interruptible", forked_training)
     source, student = pair_of("gqa")
     settings = request(source, student, tmp_path / "out")
     healed = heal_checkpoint(HealRequest(**{**vars(settings), "measure": MEASURE}))
@@ -151,11 +151,11 @@ def test_the_own_class_without_a_report(tmp_path, kind):
 
 def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
-    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: 7)
+    monkeypatch.setattr(healing, "run_interruptible", lambda *_: 7)
     with pytest.raises(SurgeryError, match="exit code 7"):
         heal_checkpoint(request(source, student, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
+    monkeypatch.setattr(healing, "run_interruptible", trained_here)
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()
 
 
@@ -166,13 +166,13 @@ def test_a_finished_training_is_not_repeated_unless_it_is_restarted(pair_of, tmp
     def broken(*_):
         raise SurgeryError("verification failed")
 
-    monkeypatch.setattr(healing, "run_to_its_end", lambda *asked: trained.append(1) or trained_here(*asked))
+    monkeypatch.setattr(healing, "run_interruptible", lambda *asked: trained.append(1) or trained_here(*asked))
     for restart in (False, True):
         with pytest.MonkeyPatch.context() as refuse, pytest.raises(SurgeryError, match="verification failed"):
             refuse.setattr(healing, "verify_healed", broken)
             heal_checkpoint(HealRequest(**settings | {"restart": restart}))
         assert not (tmp_path / "out").exists() and len(trained) == 1 + restart
-    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(healing, "run_interruptible", lambda *_: pytest.fail("trained again"))
     assert heal_checkpoint(HealRequest(**settings)).path.is_dir()
 
 
@@ -189,7 +189,7 @@ def test_a_recipe_heals_once(pair_of, tmp_path, monkeypatch):
     assert facts["steps"] == 3
     facts["settings"]["quantization_aware"] = True  # of an earlier version
     record.write_text(json.dumps(facts))
-    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(healing, "run_interruptible", lambda *_: pytest.fail("trained again"))
     assert run_recipe(path, tmp_path / "work", Progress(silent=True)).checkpoints == {
         "healed": tmp_path / "work" / "healed"
     }
@@ -200,7 +200,7 @@ def test_a_recipe_heals_once(pair_of, tmp_path, monkeypatch):
 
 def test_refusals_come_before_training(pair_of, tmp_path, monkeypatch, capsys):
     source, student = pair_of("gqa")
-    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(healing, "run_interruptible", lambda *_: pytest.fail("trained"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(SurgeryError, match="--overwrite"):
@@ -279,7 +279,7 @@ def test_a_recipe_says_how_a_training_is_launched(pair_of, tmp_path, monkeypatch
         commands.append(command)
         return 7
 
-    monkeypatch.setattr(healing, "run_to_its_end", run)
+    monkeypatch.setattr(healing, "run_interruptible", run)
     path = tmp_path / "recipe.yaml"
     for values in ({"processes": 2}, {"launcher": "fsdp2"}, {"launcher": "cpu-2", "processes": 3}):
         step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, "data": [str(HELD_OUT)]}
@@ -317,7 +317,7 @@ def test_mistakes_of_heal_steps_are_told_before_anything_runs(tmp_path, settings
 
 def test_a_tracker_is_refused_before_the_training_is_launched(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
-    monkeypatch.setattr(healing, "run_to_its_end", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(healing, "run_interruptible", lambda *_: pytest.fail("trained"))
     with pytest.raises(SurgeryError, match="unknown tracker 'magic'"):
         heal_checkpoint(request(source, student, tmp_path / "out", tracker="magic"))
     assert not list(tmp_path.glob("out*"))

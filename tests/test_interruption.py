@@ -15,7 +15,7 @@ from processes import Fork, kill_and_leave
 from surgery.cli import program as cli
 from surgery.common import interruption
 from surgery.common.interruption import interruptible, resumes_from
-from surgery.healing.launchers import run_to_its_end
+from surgery.healing.launchers import run_interruptible
 from surgery.structures.stages import StageTracker
 from surgery.training.guards import StopRequest
 
@@ -87,17 +87,17 @@ def test_a_training_saves_undisturbed_by_a_second_sigterm():
 
 CHILD = """
 import pathlib, signal, sys, time
-from surgery.common.interruption import stop_with_starter
+from surgery.common.interruption import stop_with_parent
 def save(*_): pathlib.Path(sys.argv[1]).write_text('saved'); sys.exit(143)
 signal.signal(signal.SIGTERM, save)
-stop_with_starter()
+stop_with_parent()
 pathlib.Path(sys.argv[2]).touch()
 time.sleep(60)
 """
 STARTER = f"""
 import os, sys
-from surgery.healing.launchers import run_to_its_end
-run_to_its_end([sys.executable, "-c", {CHILD!r}, *sys.argv[1:]], dict(os.environ))
+from surgery.healing.launchers import run_interruptible
+run_interruptible([sys.executable, "-c", {CHILD!r}, *sys.argv[1:]], dict(os.environ))
 """
 
 
@@ -139,5 +139,5 @@ def test_an_interrupted_healing_has_its_training_save_first(tmp_path):
 
     threading.Thread(target=interrupt).start()
     with interruptible() as stopped, pytest.raises(KeyboardInterrupt):
-        run_to_its_end([sys.executable, "-c", CHILD, str(saved), str(ready)], dict(os.environ))
+        run_interruptible([sys.executable, "-c", CHILD, str(saved), str(ready)], dict(os.environ))
     assert stopped.exit_code == 143 and saved.read_text() == "saved"

@@ -41,7 +41,7 @@ def forked(command, environment):
     finally:
         os._exit(code)
 
-heal.run_to_its_end = forked
+heal.run_interruptible = forked
 """
     + AT_ONCE
 )

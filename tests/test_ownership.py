@@ -450,7 +450,7 @@ def test_whole_commands_leave_what_is_planted(verb, seed, checkpoints, tmp_path,
     """Three runs: the first makes the output, the second replaces it, the third meets what was planted everywhere."""
     from healing import trained_here
 
-    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
+    monkeypatch.setattr(healing, "run_interruptible", trained_here)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     root, chance = tmp_path / "outputs", random.Random(seed)

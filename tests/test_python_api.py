@@ -159,7 +159,7 @@ def test_an_output_that_is_there_is_kept(checkpoints, here):
 
 
 def test_a_healing_takes_the_source_of_what_it_is_given(in_memory, here, monkeypatch):
-    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", trained_here)
+    monkeypatch.setattr("surgery.healing.heal.run_interruptible", trained_here)
     model, tokenizer = in_memory
     settings = {"length": 32, "batch_size": 2, "gradient_accumulation": 1, "held_out": 2, "max_steps": 2, "recall": 0.0}
     settings |= {"data": [str(HELD_OUT)], "learning_rate": 1e-2, "device": "cpu", "max_tokens": None}

@@ -14,7 +14,7 @@ from surgery_vllm import config as plugin_config
 from surgery_vllm import paged, spans
 from surgery_vllm.block_sizes import WASTED, block_sizes
 from surgery_vllm.paged import gathered, latent_attention, paged_head_attention, rebuilt_attention, write_slots
-from surgery_vllm.spans import Span, alike, spans_of, steps_in_front
+from surgery_vllm.spans import Span, alike, num_leading_steps, spans_of
 from surgery_vllm.structure import attention_of_layers
 
 RANK, ROPE, HEADS, PAGE = 6, 4, 6, 8
@@ -193,7 +193,7 @@ def test_a_span_of_neighbors_and_of_bounds():
 
 def test_steps_that_kernels_read_are_in_no_span():
     table, lengths = torch.arange(16).view(4, 4), [5, 9, 6, 9]
-    assert [steps_in_front(query_lens) for query_lens in ([1, 1, 3, 1], [1, 1, 0], [2, 1], [1])] == [2, 2, 0, 1]
+    assert [num_leading_steps(query_lens) for query_lens in ([1, 1, 3, 1], [1, 1, 0], [2, 1], [1])] == [2, 2, 0, 1]
     rest = spans_of([1, 1, 3, 1], lengths, table, torch.tensor(lengths), 4, skip=2)
     assert [(span.tokens, span.new, span.longest) for span in rest] == [(slice(5, 6), 1, 9), (slice(2, 5), 3, 6)]
     assert [span.pages.tolist() for span in rest] == [[[12, 13, 14]], [[8, 9]]]

@@ -22,7 +22,7 @@ from surgery.checkpoint.named_models import model_named
 from surgery.common.progress import Progress
 from surgery.planning.candidates import Candidates
 from surgery.planning.measure import measure
-from surgery.planning.plan import opened_work
+from surgery.planning.plan import open_work
 from surgery.planning.settings import PlanSettings
 from surgery.planning.sizes import SHARES
 from surgery.running.source import Source
@@ -41,7 +41,7 @@ def lines_of(model: str, work: Path, unseen: int) -> list[Line]:
     opened = Source.open(model_named(model), settings)
     texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
     of_plan, others = texts.held_out.split(SEEN)
-    with opened_work(opened, settings, texts, progress) as work_context:
+    with open_work(opened, settings, texts, progress) as work_context:
         candidates = Candidates(opened, work_context, settings)
         sized = list({each.name: each for each in candidates.at(SHARES)}.values())
         predicted, measured = (measure(sized, work_context, part) for part in (of_plan.split(SEEN // 2)[0], others))

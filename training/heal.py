@@ -27,11 +27,11 @@ from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.disk import as_json, disk_errors
 from surgery.checkpoint.file_kinds import list_files
-from surgery.checkpoint.output_place import kept_apart
+from surgery.checkpoint.output_place import output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
-from surgery.common.interruption import stop_with_starter
+from surgery.common.interruption import stop_with_parent
 from surgery.common.machine_faults import fault_message
 from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
@@ -293,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m surgery.training.heal", description=heal.__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file of settings; configs/heal.yaml has all of them")
     options = parser.parse_args(arguments)
-    stop_with_starter()
+    stop_with_parent()
     code = 0
     try:
         heal(HealSettings.from_file(options.config))
@@ -343,7 +343,7 @@ def _create_run_folder(run: Path, alone: ExitStack, *, anew: bool) -> None:
     WorkFolder(run, lambda: matching(RUN_FILES)).open()
     with disk_errors(run):
         # The lock also guards against a training that outlives its killed `surgery heal` and still saves its state.
-        alone.enter_context(kept_apart(run))
+        alone.enter_context(output_lock(run))
         if anew and (checkpoints := run / "checkpoints").exists():
             is_owned = matching(CHECKPOINT_FILES)
             if (foreign := first_foreign(checkpoints, is_owned)) is not None:

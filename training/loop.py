@@ -287,7 +287,7 @@ class Loop:
         t, at = self._t, self.at
         if not t.held_out:
             return
-        with self._off_the_clock(f"the held-out loss after step {at.step}"):
+        with self._untimed(f"the held-out loss after step {at.step}"):
             values, judged = self._held_out_losses()
         at.measured_step = at.step
         at.last_held_out, at.first_held_out = values, at.first_held_out or values
@@ -328,7 +328,7 @@ class Loop:
         t, at = self._t, self.at
         if t.evaluations is None or (at.evaluations and at.evaluations[-1]["step"] == at.step):
             return
-        with self._off_the_clock(f"the evaluation after step {at.step}"):
+        with self._untimed(f"the evaluation after step {at.step}"):
             results = t.evaluations.measure(t.accelerator, t.module, t.accelerator.unwrap_model(t.module).student)
         at.evaluations.append({"step": at.step, "tokens": at.tokens, **results})
         t.log.write("evaluation", **at.evaluations[-1])
@@ -340,7 +340,7 @@ class Loop:
         t.progress.note(f"evaluated after step {at.step}: {parts}")
 
     @contextmanager
-    def _off_the_clock(self, doing: str) -> Iterator[None]:
+    def _untimed(self, doing: str) -> Iterator[None]:
         """Exclude the time of a ``with`` block from the budget's seconds; for measurements."""
         self._doing, began = doing, time.monotonic()
         yield

@@ -16,7 +16,7 @@ from surgery.eval.report.document import is_storage
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import FAINT, INK, MUTED, REST, Look, label, looks, styled
 from surgery.eval.report.tables import Report, ReportRow, bounds, dig
-from surgery.eval.report.verdict import unbeaten
+from surgery.eval.report.verdict import pareto_front
 
 HOLLOW = "variant"
 
@@ -82,7 +82,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         return None
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.add_subplot()
-    best = [points[i] for i in unbeaten([(p.x, p.y) for p in points], better)]
+    best = [points[i] for i in pareto_front([(p.x, p.y) for p in points], better)]
     labeled = {id(p) for p in points if p.row.get("role") == "baseline"} | set(map(id, best))
     ax.plot(
         [p.x for p in best],
@@ -95,7 +95,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         label="no row is better at both",
     )
     rivals = [p for p in points if p.row.get("role") == HOLLOW]
-    rivals = [rivals[i] for i in unbeaten([(p.x, p.y) for p in rivals], better)]
+    rivals = [rivals[i] for i in pareto_front([(p.x, p.y) for p in rivals], better)]
     if len(rivals) > 1:
         line = {"color": MUTED, "linewidth": 1, "linestyle": (0, (1, 2)), "drawstyle": "steps-post", "zorder": 1}
         ax.plot([p.x for p in rivals], [p.y for p in rivals], **line, label="no cheap baseline is better at both")

@@ -45,10 +45,10 @@ def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
 
 def frontier(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """Return the Pareto front of rows in bytes and loss, lowest loss first."""
-    return [rows[index] for index in unbeaten([(_delta(row), row["kv"]["ratio"]) for row in rows])]
+    return [rows[index] for index in pareto_front([(_delta(row), row["kv"]["ratio"]) for row in rows])]
 
 
-def unbeaten(points: Sequence[tuple[float, float]], better: str = "low") -> list[int]:
+def pareto_front(points: Sequence[tuple[float, float]], better: str = "low") -> list[int]:
     """Return the indices of the Pareto front of points (x, y), by increasing x.
 
     A point is dominated by one that is no worse in both coordinates and better in one. Low x is better; low or high y

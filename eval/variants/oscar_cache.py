@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from surgery.eval.logits import evaluation_mode
 from surgery.eval.variants.coded_cache import CodedLayer, Coder, Parts, hadamard, packed, unpacked
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 FIRST, RECENT = 64, 256
 KEY_CLIP, VALUE_CLIP = 0.96, 0.92
@@ -98,7 +98,7 @@ def _summed(model: PreTrainedModel, tokens: LongTensor, moment: Callable[[Attent
         return call.output()
 
     device = model.get_input_embeddings().weight.device
-    with evaluation_mode(model), tapped(model, add):
+    with evaluation_mode(model), tap_attention(model, add):
         for sequence in tokens.split(1):
             model.base_model(input_ids=sequence.to(device), use_cache=False)
     return sums

@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.architectures.own_class import MODEL_TYPE as OWN
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.config_file import with_rope_beside
+from surgery.checkpoint.config_file import with_legacy_rope_keys
 from surgery.families.multimodal import INSIDE, PREFIXES, put_back
 
 MODEL_TYPE = "surgery_pictures"
@@ -26,7 +26,7 @@ def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, 
         return config
     whole = reader.stored_config
     if config["model_type"] != OWN:
-        return put_back(whole, with_rope_beside(reader.config), config)
+        return put_back(whole, with_legacy_rope_keys(reader.config), config)
     from surgery.model import PICTURES_AUTO_MAP
 
     own = {"architectures": ["SurgeryForPicturesAndText"], "model_type": MODEL_TYPE, "auto_map": PICTURES_AUTO_MAP}

@@ -16,7 +16,7 @@ from torch import Tensor
 from surgery.architectures import decilm, own_class
 from surgery.architectures.own_class import own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
-from surgery.checkpoint.config_file import with_rope_beside
+from surgery.checkpoint.config_file import with_legacy_rope_keys
 from surgery.checkpoint.kv_widths import DECILM
 from surgery.families import FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
@@ -64,7 +64,7 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
     uniform = len(set(heads)) == 1
     holds = holds_kv_heads(source["model_type"])
     if carrier == "auto" and uniform and holds:
-        config = with_rope_beside({**source, "num_key_value_heads": heads[0]})
+        config = with_legacy_rope_keys({**source, "num_key_value_heads": heads[0]})
         return Carrier(source["model_type"], OWN_FAMILY, config)
     reason = (ASKED_FOR if holds else NO_KV_HEADS) if uniform else DIFFERENT_LAYERS
     own = config_of_own_class(source, heads)

@@ -103,7 +103,7 @@ class ConversionSettings(FileSettings):
     )
 
     @classmethod
-    def needless(cls, option: Callable[[str], str | None]) -> str | None:
+    def better_alternative(cls, option: Callable[[str], str | None]) -> str | None:
         """Return advice if an alternative beats a conversion with these options, else None."""
         return None
 

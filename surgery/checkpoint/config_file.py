@@ -82,7 +82,7 @@ def without_keys(config: dict[str, Any], names: Collection[str]) -> dict[str, An
     }
 
 
-def with_rope_beside(config: dict[str, Any]) -> dict[str, Any]:
+def with_legacy_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Add transformers 4's rotary keys to a config.json for loaders that ignore ``rope_parameters`` (mlx-lm)."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:

@@ -31,7 +31,7 @@ def working_output(source: str | Path, ending: str) -> Path:
     return beside if place in (folder, *folder.parents) else Path(beside.name)
 
 
-def refuse_inside(source: Path, out: Path) -> None:
+def refuse_output_inside(source: Path, out: Path) -> None:
     """Refuse an output inside a checkpoint folder, where it would be taken for a file of the checkpoint.
 
     Raises:
@@ -65,7 +65,7 @@ def settle_output(
 
 
 @contextmanager
-def kept_apart(place: Path, option: str = "--out") -> Iterator[None]:
+def output_lock(place: Path, option: str = "--out") -> Iterator[None]:
     """Hold a lock file on an output during the block, so that no other process writes it.
 
     A lock file left by a killed process is unlocked; the next block removes it.

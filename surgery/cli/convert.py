@@ -138,7 +138,7 @@ def convert(
     to = to or DEFAULT
     target = find_target(to)
     seconds = None if heal is None else seconds_of(heal, "--heal")
-    if planned is None and (better := target.settings_class.needless(options.get)) is not None:
+    if planned is None and (better := target.settings_class.better_alternative(options.get)) is not None:
         print(better)
         return
     defaults = dict(planned.settings) if planned else {}

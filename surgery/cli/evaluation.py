@@ -121,7 +121,7 @@ def compare(
 
         surgery compare monday-eval/ tuesday-eval/report.json --out both/
     """
-    from surgery.checkpoint.output_place import kept_apart
+    from surgery.checkpoint.output_place import output_lock
     from surgery.console.evaluation import show_evaluation
     from surgery.eval.report.document import merge, read_report, undamaged
     from surgery.evaluation.output import DOCUMENT, write_report
@@ -135,7 +135,7 @@ def compare(
             if (out / DOCUMENT).exists() and not overwrite:
                 raise SurgeryError(f"{out / DOCUMENT}: exists; choose another --out or pass --overwrite")
             ResultStore.open(out)
-            with kept_apart(out):
+            with output_lock(out):
                 paths = write_report(merged, out)
         show_evaluation(merged, paths, as_json=as_json)
 

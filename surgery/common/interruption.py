@@ -83,7 +83,7 @@ def interruptible() -> Iterator[Interruption]:
             signal.signal(number, handler)
 
 
-def stop_with_starter() -> None:
+def stop_with_parent() -> None:
     """Start a thread that sends this process SIGTERM, so that it saves its state, when its `STARTED_BY` parent ends."""
     if os.name == "posix" and (starter := os.environ.get(STARTED_BY)):
         threading.Thread(target=_stop_with, args=(int(starter),), daemon=True).start()

@@ -14,9 +14,9 @@ from surgery.common.tables.table import Column
 from surgery.console.engines import show_commands
 from surgery.console.heal import NOT_MEASURED, operations, show_estimate, show_training
 from surgery.console.page import make_table, new_page, plain, print_json, typed
-from surgery.console.verdicts import kept_bytes, of_conversion, of_healing, show_next, show_ruin, where_it_loads
+from surgery.console.verdicts import engines_sentence, kept_bytes, of_conversion, of_healing, show_next, show_ruin
 from surgery.engines.facts import OWN_CLASSES
-from surgery.engines.table import spoken
+from surgery.engines.table import support_lines
 from surgery.reporting.quality import before_and_after, stages_table, useless_message
 
 
@@ -117,7 +117,7 @@ def _show_plan(plan, called: str, healing) -> None:
     if healing:
         page.print("\nhealing: ", end="")
         show_estimate(page, healing)
-    where = where_it_loads(plan.target["engines"])
+    where = engines_sentence(plan.target["engines"])
     page.print(f"[bold]{plain(plan.out)}[/bold] would keep {kept_bytes(kv)}; {plain(where)}", soft_wrap=True)
     if not plan.refusal:
         where = "" if work["estimated_seconds"] else f", on a machine with {plan.settings['device']}"
@@ -171,7 +171,7 @@ def _show_splits(page: Console, splits: list[dict], *, is_tried: bool) -> None:
 
 def _show_target(page: Console, target: dict, result: str) -> None:
     page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
-    page.print(make_table(["engine", "support"], spoken(target["engines"]).items()))
+    page.print(make_table(["engine", "support"], support_lines(target["engines"]).items()))
     show_commands(page, target["engines"], result)
     limits = target.get("engine_limits")
     if limits:

@@ -9,7 +9,7 @@ from surgery.common.tables.table import Column
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json, show_title
 from surgery.console.verdicts import show_next
-from surgery.engines.table import spoken
+from surgery.engines.table import support_lines
 from surgery.engines.verdict import ran
 from surgery.families import LATENT_FAMILIES
 from surgery.inspection.targets import COMMAND
@@ -114,7 +114,7 @@ def _show_targets_verbose(page: Console, targets: list[dict]) -> None:
             page.print(f"  does not apply: {plain('; '.join(target['reasons']))}\n", soft_wrap=True)
             continue
         page.print(f"  {class_and_why(target['class'], target['reasons'])}", soft_wrap=True)
-        page.print(make_table(["engine", "support"], spoken(target["engines"]).items()))
+        page.print(make_table(["engine", "support"], support_lines(target["engines"]).items()))
 
 
 def _facts(inspection) -> list[tuple[str, str]]:

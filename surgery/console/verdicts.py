@@ -9,14 +9,14 @@ from rich.console import Console
 
 from surgery.common.human import cost, shares_at
 from surgery.console.page import plain
-from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, told_ruin
+from surgery.engines.verdict import NOT_TRIED, OPEN, REFUSED, loads, ran, ruin_warning
 
 
 def of_conversion(report: dict[str, Any]) -> str:
     """Return the verdict on a `surgery_report.json`."""
     first, last, kv = report["ladder"][0], report["ladder"][-1], report["kv"]
     kv_part = kept_bytes(kv)
-    where = where_it_loads(report["target"]["engines"])
+    where = engines_sentence(report["target"]["engines"])
     if first["loss"] is None:
         return f"{kv_part}; loss not measured; {where}"
     predicted = report["target"].get("predicted")
@@ -47,7 +47,7 @@ def of_healing(healing: dict[str, Any]) -> str | None:
     return gained if source is None else f"{gained}; now {cost(healed['loss'] - source['loss'])} relative to the source"
 
 
-def where_it_loads(engines: Mapping[str, Any]) -> str:
+def engines_sentence(engines: Mapping[str, Any]) -> str:
     """Describe the engines that load the result, and those that refuse it or were not tried, by the report's table."""
     verdicts = {engine: verdict for engine, verdict in engines.items() if not isinstance(verdict, str)}
     taking = [
@@ -65,7 +65,7 @@ def where_it_loads(engines: Mapping[str, Any]) -> str:
 def show_ruin(page: Console, formats: Sequence[str]) -> None:
     """Print a warning on weight or cache formats that ruin the checkpoint, if any."""
     if formats:
-        page.print(f"[bold yellow]{plain(told_ruin(formats))}[/bold yellow]", soft_wrap=True)
+        page.print(f"[bold yellow]{plain(ruin_warning(formats))}[/bold yellow]", soft_wrap=True)
 
 
 def show_next(page: Console, commands: Iterable[str]) -> None:

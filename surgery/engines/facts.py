@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from surgery.checkpoint.config_file import with_rope_beside
+from surgery.checkpoint.config_file import with_legacy_rope_keys
 from surgery.checkpoint.kv_widths import DECILM, kv_widths
 from surgery.common.size_names import with_size_names
 from surgery.model.layer_entry import head_dim_of
@@ -93,7 +93,7 @@ class Facts:
             "quantized": bool(config.get("quantization_config")),
             "pictures": "vision_config" in config,
             "tied": bool(config.get("tie_word_embeddings")),
-            "rope_beside": config == with_rope_beside(config),
+            "rope_beside": config == with_legacy_rope_keys(config),
         }
         layers = config["num_hidden_layers"]
         if family == PICTURES:

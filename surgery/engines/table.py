@@ -43,7 +43,7 @@ def engine_table(config: dict[str, Any], path: str = ANY) -> dict[str, dict[str,
     return {verdict.engine: verdict.to_dict() for verdict in verdicts(config, path)}
 
 
-def spoken(engines: dict[str, Any]) -> dict[str, str]:
+def support_lines(engines: dict[str, Any]) -> dict[str, str]:
     """Format a report's table as one line per engine; reports of earlier versions contain these lines."""
     return {engine: entry if isinstance(entry, str) else entry["text"] for engine, entry in engines.items()}
 

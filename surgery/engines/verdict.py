@@ -82,6 +82,6 @@ OVERRIDE = (
 )
 
 
-def told_ruin(formats: Iterable[str]) -> str:
+def ruin_warning(formats: Iterable[str]) -> str:
     """Format a sentence about the formats that ruin a checkpoint."""
     return f"Ruined by {', '.join(formats)}: {OVERRIDE}."

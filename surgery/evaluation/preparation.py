@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.held_out_documents import default_names
 from surgery.checkpoint.disk import as_json
-from surgery.checkpoint.output_place import refuse_inside, working_output
+from surgery.checkpoint.output_place import refuse_output_inside, working_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
 from surgery.common.progress import Progress
@@ -130,7 +130,7 @@ def prepare(request: EvaluationRequest, progress: Progress, conversations: Conve
     main_row = next((row for row in rows if row.role == "checkpoint"), rows[0])
     out = request.out or _default_out(main_row)
     for row in rows:
-        refuse_inside(row.checkpoint.reader.source, out)
+        refuse_output_inside(row.checkpoint.reader.source, out)
     return Prepared(settings, rows, tokenizer, tasks, out)
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
-from surgery.checkpoint.output_place import kept_apart
+from surgery.checkpoint.output_place import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration
 from surgery.common.progress import Progress
@@ -261,7 +261,7 @@ def _opened_store(
     prepared: Prepared, request: EvaluationRequest, stack: ExitStack, note: Callable[[str], None]
 ) -> ResultStore:
     store = ResultStore.open(prepared.out)
-    stack.enter_context(kept_apart(prepared.out))
+    stack.enter_context(output_lock(prepared.out))
     if warning := store.go_on(torch.get_num_threads(), restart=request.restart):
         note(f"{prepared.out}: {warning}")
     if not request.overwrite:

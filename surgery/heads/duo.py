@@ -19,7 +19,7 @@ from torch import LongTensor, Tensor
 from surgery.heads.gate_training import train_gates
 from surgery.heads.gates import gated_heads, input_device
 from surgery.heads.scorer import HeadScores, ScoringSession
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 LEARNING_RATE = 0.04
 """Twice the paper's learning rate, which trains for 2,000 steps."""
@@ -88,7 +88,7 @@ class DuoObjective:
         tokens = self._needles.tokens[sequence][None]
         places = self._needles.answers[sequence, 1:].nonzero()[:, 0]
         # The same attention kernel as under gates, so that gates of 1 give a loss of 0.
-        with torch.no_grad(), tapped(self._model, AttentionCall.output, places):
+        with torch.no_grad(), tap_attention(self._model, AttentionCall.output, places):
             teacher_states = self._states(tokens, places)
         with gated_heads(self._model, self.gates, self._settings.sinks, self._settings.recent, places):
             states = self._states(tokens, places)

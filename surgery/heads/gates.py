@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from surgery.common.errors import SurgeryError
 from surgery.eval.logits import ROWS_AT_ONCE, LogitReader
 from surgery.heads.streaming import streaming_output
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 
 def gated_output(call: AttentionCall, gates: Tensor, sinks: int, recent: int) -> Tensor:
@@ -51,13 +51,13 @@ def gated_heads(
     A backward pass that recomputes layers must run inside the block.
 
     Args:
-        places: as in `tapped`.
+        places: as in `tap_attention`.
     """
 
     def attention(call: AttentionCall) -> Tensor:
         return gated_output(call, gates[call.layer], sinks, recent)
 
-    with tapped(model, attention, places):
+    with tap_attention(model, attention, places):
         yield
 
 

@@ -14,7 +14,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.session import device_of
 from surgery.heads.attention_rows import attention_rows, row_pieces
 from surgery.heads.scorer import HeadScores, ScoringSession
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 SAMPLES = 4
 RANDOM_TOKENS, REPETITIONS = 2500, 4
@@ -44,7 +44,7 @@ def score(session: ScoringSession) -> HeadScores:
     echo, induction = torch.stack(samples).mean(0)
     best = [part.view(session.layers, session.kv_heads, -1).amax(-1) for part in (echo, induction)]
     facts = {"repeated_tokens": period, "repetitions": REPETITIONS}
-    return HeadScores(kept_order(*best), {"echo": echo.float(), "induction": induction.float()}, facts)
+    return HeadScores(selection_order(*best), {"echo": echo.float(), "induction": induction.float()}, facts)
 
 
 def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
@@ -70,7 +70,7 @@ def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
     return torch.stack(rows)
 
 
-def kept_order(echo: Tensor, induction: Tensor) -> Tensor:
+def selection_order(echo: Tensor, induction: Tensor) -> Tensor:
     """Compute 1 - the share of heads selected up to each head, by both scores in RazorAttention's proportion.
 
     Args:
@@ -112,6 +112,6 @@ def _attention(session: ScoringSession, tokens: LongTensor, period: int) -> Tens
                 sums[kind, call.layer] += (attention.gather(-1, at) * earlier).sum((-1, -2), dtype=torch.float64).cpu()
         return call.output()
 
-    with tapped(session.model, record):
+    with tap_attention(session.model, record):
         session.model.base_model(input_ids=tokens[None].to(device_of(session.model)), use_cache=False)
     return sums / len(queries)

@@ -18,7 +18,7 @@ from surgery.eval.session import device_of
 from surgery.heads.attention_rows import attention_rows, row_pieces
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.ties import break_ties
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 SAMPLES = 8
 CHUNK = 2000
@@ -92,5 +92,5 @@ def _update_pairs(session: ScoringSession, tokens: LongTensor, repetition: range
                 pair[call.layer, :, chunk_slice] = torch.maximum(pair[call.layer, :, chunk_slice], largest.cpu())
         return call.output()
 
-    with tapped(session.model, record):
+    with tap_attention(session.model, record):
         session.model.base_model(input_ids=tokens[None].to(device_of(session.model)), use_cache=False)

@@ -17,7 +17,7 @@ from surgery.heads.attention_rows import attention_rows, row_pieces
 from surgery.heads.needles import NeedleSet
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.ties import break_ties
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 SAMPLES = 16
 ANSWERED = 0.5
@@ -75,7 +75,7 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
             mass[call.layer][:, piece] = (attention * right).sum(-1).double().cpu()
         return call.output()
 
-    with tapped(session.model, record):
+    with tap_attention(session.model, record):
         states = reader.states(tokens[None].to(device_of(session.model)))
     guess = reader.logits(states[:, (places - 1).to(states.device)]).argmax(-1)[0].cpu()
     right = (guess == answers).double()

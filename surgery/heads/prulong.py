@@ -62,7 +62,7 @@ def sampled_gates(log_alpha: Tensor, generator: torch.Generator) -> Tensor:
     return (concrete * (HIGH - LOW) + LOW).clamp(0, 1)
 
 
-def open_chance(log_alpha: Tensor) -> Tensor:
+def open_probability(log_alpha: Tensor) -> Tensor:
     """Compute the probability that a gate is not 0 (Louizos et al., eq. 12)."""
     return torch.sigmoid(log_alpha - TEMPERATURE * math.log(-LOW / HIGH))
 
@@ -114,14 +114,14 @@ class PruLongObjective:
     def penalize(self, step: int) -> None:
         """Add the gradient of the Lagrangian."""
         target = (1 - self._settings.target) * min(1.0, (step + 1) / (DESCENT * self._settings.steps))
-        excess = 1 - open_chance(self.log_alpha).mean() - target
+        excess = 1 - open_probability(self.log_alpha).mean() - target
         (self.multipliers[0] * excess + self.multipliers[1] * excess.square()).backward()
 
     @torch.no_grad()
     def finish(self, step: int) -> None:
         """Add the probabilities of open gates to their sum."""
-        self.chance_sum += open_chance(self.log_alpha)
+        self.chance_sum += open_probability(self.log_alpha)
 
     def mean_gate(self) -> float:
         """Return the mean probability of an open gate over all heads."""
-        return open_chance(self.log_alpha.detach()).mean().item()
+        return open_probability(self.log_alpha.detach()).mean().item()

@@ -20,7 +20,7 @@ from surgery.calibration.mixture import TEXTS, named_text
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_hashes import hash_file
-from surgery.checkpoint.output_place import kept_apart
+from surgery.checkpoint.output_place import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
@@ -280,7 +280,7 @@ def _claim_output(out: Path, overwrite: bool, locks: ExitStack) -> Path:
     heat_map = check_pattern(out, overwrite)
     with disk_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-    locks.enter_context(kept_apart(out))
+    locks.enter_context(output_lock(out))
     return heat_map
 
 

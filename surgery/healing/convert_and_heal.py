@@ -15,7 +15,7 @@ from typing import Any
 from surgery.calibration.settings import NO_CALIBRATION
 from surgery.calibration.text import BUILTIN
 from surgery.checkpoint import check_output
-from surgery.checkpoint.output_place import kept_apart
+from surgery.checkpoint.output_place import output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -28,7 +28,7 @@ from surgery.running.loading import load_tokenizer
 from surgery.running.source_check import open_source
 from surgery.structures.converter import Conversion, convert
 from surgery.structures.dry_run import ConversionPlan, outline_result, plan_conversion
-from surgery.structures.made_already import is_made_already
+from surgery.structures.made_already import is_already_made
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
 from surgery.training.estimate import config_of
@@ -87,11 +87,11 @@ def convert_and_heal(
     work = work_folder_of(healing.out)
     work.open()
     converted = work.path / CONVERTED
-    with kept_apart(work.path):
+    with output_lock(work.path):
         if request.restart:
             work.clear()
         try:
-            _convert_unless_there(request, converted, progress)
+            _convert_unless_done(request, converted, progress)
         except SurgeryError:
             if not any(work.path.glob(f"{CONVERTED}*")):
                 work.remove()
@@ -166,7 +166,7 @@ def _check_healable(request: ConversionRequest, healing: HealRequest, outline: P
             raise SurgeryError(f"--heal: {str(error).replace(str(outline), 'the result')}") from None
 
 
-def _convert_unless_there(request: ConversionRequest, converted: Path, progress: Progress) -> None:
+def _convert_unless_done(request: ConversionRequest, converted: Path, progress: Progress) -> None:
     request = replace(request, out=converted, overwrite=False, restart=False)
-    if not is_made_already(request, progress, remedy="pass --restart to discard it, or choose another --out"):
+    if not is_already_made(request, progress, remedy="pass --restart to discard it, or choose another --out"):
         convert(request, progress=progress)

@@ -25,7 +25,7 @@ from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import as_json, disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, HEALING, REPORT
-from surgery.checkpoint.output_place import default_output, kept_apart
+from surgery.checkpoint.output_place import default_output, output_lock
 from surgery.checkpoint.staging import Staging, owned_partial
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
@@ -43,7 +43,7 @@ from surgery.healing.launchers import (
     keeps_freed_memory,
     launch_command,
     outside,
-    run_to_its_end,
+    run_interruptible,
 )
 from surgery.healing.recorded_source import find_source
 from surgery.healing.verification import verify_healed
@@ -126,10 +126,10 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     check_tracker(settings)
     work_folder.open()
     resumes_from(work / f"{TRAINED}.run" / "checkpoints")
-    with kept_apart(work):
+    with output_lock(work):
         if request.restart:
             run = work / f"{TRAINED}.run"
-            with kept_apart(run) if run.is_dir() else nullcontext():
+            with output_lock(run) if run.is_dir() else nullcontext():
                 work_folder.clear()
         healing = _healed(request, settings, student, staging, work, progress)
         if (stays := work_folder.remove()) is not None:
@@ -264,7 +264,7 @@ def _teacher(settings: HealSettings) -> str | None:
     return str(open_source(settings.teacher, trust_remote_code=settings.trust_remote_code).source.absolute())
 
 
-def healed_already(request: HealRequest) -> bool:
+def is_already_healed(request: HealRequest) -> bool:
     """Return whether the output exists, healed from the same student and teacher with the same settings.
 
     Settings that are newer than the output count as their defaults; settings that were removed since are ignored.
@@ -313,7 +313,7 @@ def _train(
     environment = outside(dict(os.environ)) | {"TOKENIZERS_PARALLELISM": "false"}
     if not settings.on_gpu():
         environment = keeps_freed_memory(environment)
-    code = run_to_its_end(command, environment)
+    code = run_interruptible(command, environment)
     if code:
         raise SurgeryError(f"the training {ended(code)}, see above; run the same command to resume")
 

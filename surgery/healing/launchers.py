@@ -68,7 +68,7 @@ def launch_command(config: Path, processes: int | None, launcher: Path | None) -
     return [*launch, *many, "--dynamo_backend", "no", *module]
 
 
-def run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
+def run_interruptible(command: list[str], environment: dict[str, str]) -> int:
     """Run a command and return its exit code; on an interruption the command gets time to save.
 
     The command and its children have their own process group. An interruption sends SIGTERM to the group, a second one

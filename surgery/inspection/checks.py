@@ -31,7 +31,7 @@ from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.unfused import open_model
 from surgery.verification.again import open_written, run_layers, verify_again
 from surgery.verification.files import FileComparison, compare_files
-from surgery.verification.probe import probe_difference, take_probe
+from surgery.verification.probe import compute_probe, probe_difference
 from surgery.verification.record import Recorded
 from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE, prompt_of
 
@@ -192,7 +192,7 @@ def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:
         raise _NotChecked("the report has no logits to compare with")
     tokens = torch.tensor(record["tokens"])
     hidden = run_layers(opened.stream, tokens[None], record["piece"])
-    difference = probe_difference(record, take_probe(opened.stream, tokens, hidden[0], record["piece"]))
+    difference = probe_difference(record, compute_probe(opened.stream, tokens, hidden[0], record["piece"]))
     exact = CACHE_TOLERANCE[getattr(torch, record["dtype"])] + TOLERANCE[torch.float32]
     rounds = record["piece"] or any(entry.quantizes for entry in layer_entries(reader.config))
     allowed = QUANTIZED_TOLERANCE if rounds else exact

@@ -82,7 +82,7 @@ class Scored:
     recall: float | None
     divergence: float = 0.0
 
-    def with_more(self, other: Scored) -> Scored:
+    def merge_with(self, other: Scored) -> Scored:
         """Merge with the measurement on other texts, which have as many prompts per text."""
         texts, others = len(self.losses), len(other.losses)
 

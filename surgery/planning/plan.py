@@ -28,7 +28,7 @@ from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
 from surgery.planning.rows import Row, alike, by_bytes, choose, far_behind, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
-from surgery.planning.sizes import SHARES, around_best, first_round, look_for_loss
+from surgery.planning.sizes import SHARES, around_best, first_round, search_by_loss
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
@@ -125,7 +125,7 @@ def make_plan(
         progress.note(beyond)
     with progress.step(1, STEPS):
         texts = load_texts(opened, settings, progress, planted=False, held_out_length=settings.text_length)
-    with opened_work(opened, settings, texts, progress, out, restart=restart) as work:
+    with open_work(opened, settings, texts, progress, out, restart=restart) as work:
         candidates = Candidates(opened, work, settings)
         with progress.step(3, STEPS):
             rounds = _measure_rounds(candidates, work, texts.held_out, settings, share, called)
@@ -179,7 +179,7 @@ def _measure_rounds(
     rounds.add(entries)
     rounds.add(_with_exact_layers(rounds, SHARES if share is None else [share], candidates.source_bytes))
     if share is None:
-        look_for_loss(rounds.weighed, rounds.scores, candidates, settings.max_loss, rounds.add)
+        search_by_loss(rounds.weighed, rounds.scores, candidates, settings.max_loss, rounds.add)
     else:
         rounds.add(around_best(rounds, candidates, share), twice=False)
     rounds.decide(settings.max_loss)
@@ -206,7 +206,7 @@ def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: fl
 
 
 @contextmanager
-def opened_work(
+def open_work(
     opened: Source,
     settings: PlanSettings,
     texts: Texts,

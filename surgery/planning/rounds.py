@@ -55,7 +55,7 @@ class Rounds:
         self._measure_on(places, self._first)
         rows = self.rows()
         behind = far_behind(rows, self._share)
-        due = [place for place in places if place not in behind and (twice or rows[place].keeps_to(self._share))]
+        due = [place for place in places if place not in behind and (twice or rows[place].fits_share(self._share))]
         self._measure_on(due, self._second)
 
     def on_first(self, candidates: Sequence[Weighed]) -> list[Scored]:
@@ -76,4 +76,4 @@ class Rounds:
                 self.scores.append((score, carried.source))
             else:
                 own, source = self.scores[place]
-                self.scores[place] = own.with_more(score), source.with_more(carried.source)
+                self.scores[place] = own.merge_with(score), source.merge_with(carried.source)

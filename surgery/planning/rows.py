@@ -66,7 +66,7 @@ class Row:
         """Cost with the divergence in place of the loss increase."""
         return self.divergence + self.cost - self.loss_increase
 
-    def keeps_to(self, share: float) -> bool:
+    def fits_share(self, share: float) -> bool:
         """Return whether the bytes are within a share of the source's, up to rounding."""
         return self.kv_ratio <= share * (1 + 1e-9)
 
@@ -129,7 +129,7 @@ def far_behind(rows: Sequence[Row], share: float | None = None) -> set[int]:
     """
 
     def is_far(row: Row, other: Row) -> bool:
-        both_fit = share is not None and row.keeps_to(share) and other.keeps_to(share)
+        both_fit = share is not None and row.fits_share(share) and other.fits_share(share)
         no_larger = other.kv_bytes <= row.kv_bytes or both_fit
         return no_larger and other.cost < row.cost and FAR * other.drift < row.drift
 
@@ -143,17 +143,17 @@ def alike(rows: Sequence[Row], share: float) -> list[int]:
     texts, the lowest cost is chance and does not generalize to other text, while drift has far less noise. Fewer bytes
     do not count: the user has the budget that they state.
     """
-    fitting = [place for place, row in enumerate(rows) if row.keeps_to(share)]
+    fitting = [place for place, row in enumerate(rows) if row.fits_share(share)]
     if not fitting:
         return []
     behind = far_behind(rows, share)  # measured on fewer texts, with less certainty
     fitting = [place for place in fitting if place not in behind]
     best = rows[min(fitting, key=lambda place: rows[place].cost)]
-    level = [place for place in fitting if rows[place] is best or not _costs_more(rows[place], best)]
+    level = [place for place in fitting if rows[place] is best or not _is_significantly_worse(rows[place], best)]
     return sorted(level, key=lambda place: rows[place].drift)
 
 
-def _costs_more(row: Row, other: Row) -> bool:
+def _is_significantly_worse(row: Row, other: Row) -> bool:
     """Return whether a row costs significantly more than another, by a paired one-sided t-test at 90% over texts."""
     differences = [own - others for own, others in zip(row.by_text, other.by_text, strict=False)]
     if len(differences) == 1:

@@ -18,7 +18,7 @@ AIM = 0.9
 """Share of the loss budget to aim for; half of the candidates sized for the whole budget would exceed it."""
 
 
-def shares_around(share: float | None) -> list[float]:
+def neighboring_shares(share: float | None) -> list[float]:
     """Return a share with its neighbors in `SHARES`; None for all of them."""
     if share is None:
         return list(SHARES)
@@ -30,7 +30,7 @@ def shares_around(share: float | None) -> list[float]:
 def first_round(candidates: Candidates, share: float | None) -> list[Sized]:
     """Return the candidates at the budget, or at all `SHARES`; if none has that size, at the neighboring shares."""
     shares = list(SHARES) if share is None else [share]
-    return list(candidates.at(shares)) or list(candidates.at(shares_around(share)))
+    return list(candidates.at(shares)) or list(candidates.at(neighboring_shares(share)))
 
 
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
@@ -38,7 +38,7 @@ def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Si
     behind, configs, resized = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []
     near = [each for place, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and place not in behind]
     for each in near:
-        for other in shares_around(share):
+        for other in neighboring_shares(share):
             sized = _resized(each, other, candidates)
             if sized and sized.config not in configs:
                 configs.append(sized.config)
@@ -46,7 +46,7 @@ def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Si
     return resized
 
 
-def look_for_loss(
+def search_by_loss(
     weighed: list[Weighed],
     scores: Scores,
     candidates: Candidates,

@@ -7,8 +7,8 @@ from surgery.common.human import formats_of, in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
 from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
-from surgery.engines.table import spoken
-from surgery.engines.verdict import told_ruin
+from surgery.engines.table import support_lines
+from surgery.engines.verdict import ruin_warning
 from surgery.reporting.adapters import adapters_section
 from surgery.reporting.front_matter import front_matter, reads_pictures
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts, stages
@@ -52,7 +52,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     source, target, kv = report.source, report.target, report.kv
     called = target.get("called", target["to"])
     kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
-    engines = markdown.render(Table.of(["engine", "loads"], spoken(target["engines"]).items()))
+    engines = markdown.render(Table.of(["engine", "loads"], support_lines(target["engines"]).items()))
     model_type = target["model_type"]
     eagerly = EAGERLY if model_type in EAGER else ""
     way = PICTURES if reads_pictures(target) and model_type not in LOADING else model_type
@@ -96,7 +96,7 @@ versions and per-layer errors are in `surgery_report.json`. The license of the s
 def _warnings(target: dict) -> str:
     """Render a warning on formats that ruin the checkpoint, and one on layers that the conversion ruined."""
     formats, layers = target.get("ruined_by"), target.get("useless_layers")
-    paragraphs = [*([told_ruin(formats)] if formats else []), *([useless_message(layers)] if layers else [])]
+    paragraphs = [*([ruin_warning(formats)] if formats else []), *([useless_message(layers)] if layers else [])]
     return "".join(f"\n{in_markdown(text)}\n" for text in paragraphs)
 
 

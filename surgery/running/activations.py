@@ -104,7 +104,7 @@ def give_back(*tensors: Tensor) -> None:
                 _MAPS[tensor.untyped_storage().data_ptr()].madvise(mmap.MADV_DONTNEED)
 
 
-def give_back_freed() -> None:
+def trim_allocator() -> None:
     """Return freed memory that glibc retains, mostly tensors below 32 MiB, to the system.
 
     An MoE layer and its gradients leave hundreds of MiB in gaps that the next layer does not fit in.

@@ -98,7 +98,9 @@ AttentionFunction = Callable[[AttentionCall], Tensor]
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, function: AttentionFunction, places: LongTensor | None = None) -> Iterator[None]:
+def tap_attention(
+    model: PreTrainedModel, function: AttentionFunction, places: LongTensor | None = None
+) -> Iterator[None]:
     """Let ``function`` compute the attention of all layers of ``model`` in a ``with`` block.
 
     Gradient checkpointing calls it again on recomputation. Dropout is omitted.

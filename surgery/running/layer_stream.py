@@ -24,7 +24,7 @@ from surgery.model.attention_functions import own_softmax
 from surgery.model.cache_argument import CACHE
 from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.model.parts import entries_of
-from surgery.running.activations import give_back, give_back_freed
+from surgery.running.activations import give_back, trim_allocator
 from surgery.running.equal_widths import use_equal_widths
 from surgery.running.loading import causal_class, loading, with_standard_names, without_initial_values
 from surgery.running.overflow import check_hidden, check_sizes, overflow, size_of
@@ -126,12 +126,12 @@ class LayerStream:
     def _drop(self, streamed: StreamedLayer) -> None:
         streamed.model = None  # the caller's variable outlives the block and would keep the layer in memory
         if self._loaded is None:
-            give_back_freed()
+            trim_allocator()
 
     def _model(self, start: int, stop: int) -> nn.Module:
         if self._loaded is None:
             model = self._load(start, stop)
-            give_back_freed()  # temporaries of reading and casting
+            trim_allocator()  # temporaries of reading and casting
             self._read_ahead(start, stop)
             return model
         if (start, stop) not in self._loaded:

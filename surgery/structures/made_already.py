@@ -16,7 +16,7 @@ from surgery.heads.import_patterns import read_pattern
 from surgery.structures.request import ConversionRequest
 
 
-def is_made_already(request: ConversionRequest, progress: Progress, *, remedy: str) -> bool:
+def is_already_made(request: ConversionRequest, progress: Progress, *, remedy: str) -> bool:
     """Return whether the output of a request exists and matches its settings; if so, print a note.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import nn
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_flow import EntryCounter, UpdateWatch, causal_entries
-from surgery.running.attention_tap import tapped
+from surgery.running.attention_tap import tap_attention
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FlowWatch:
 
         hooks = [decoder.register_forward_pre_hook(begin), decoder.register_forward_hook(end)]
         try:
-            with watch.updates(), tapped(decoder, self._counter):
+            with watch.updates(), tap_attention(decoder, self._counter):
                 yield
         finally:
             for hook in hooks:

@@ -14,7 +14,7 @@ KEPT = 16
 """Number of recorded logits, with ids evenly spaced over the vocabulary."""
 
 
-def take_probe(stream: LayerStream, tokens: Tensor, hidden: Tensor, piece: int | None) -> dict[str, Any]:
+def compute_probe(stream: LayerStream, tokens: Tensor, hidden: Tensor, piece: int | None) -> dict[str, Any]:
     """Compute the probe as JSON values, from the logits after the first tokens.
 
     Args:

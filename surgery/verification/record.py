@@ -23,7 +23,7 @@ class Recorded:
         there: whether there is a report.
         files: SHA-256 by file name.
         source_files: names of the source's files that were copied or left out, by kind.
-        probe: see :func:`surgery.verification.probe.take_probe`.
+        probe: see :func:`surgery.verification.probe.compute_probe`.
         kv: tokens in the live caches, and measured bytes per token.
     """
 

@@ -25,7 +25,7 @@ from surgery.running.overflow import check_hidden
 from surgery.running.source import OwnSource, Source
 from surgery.running.unfused import open_model
 from surgery.verification.flow import Flow, FlowWatch, check_flow
-from surgery.verification.probe import take_probe
+from surgery.verification.probe import compute_probe
 
 # Tokens of the prompt, and of the decode steps after it, through a live cache. The prompt is long enough to fill
 # windows and token groups of caches; of a shorter text all tokens are used.
@@ -129,7 +129,7 @@ def verify_by_running(
         measured_flow = watch.flow(stream.num_layers, config.num_attention_heads, tokens)
         check_flow(path, measured_flow, flow(prompt, tokens - prompt))
     worst = max(differences, default=None)
-    score, probe = held_out.score(stream, hidden), take_probe(stream, held_out.tokens[0], hidden[0], piece)
+    score, probe = held_out.score(stream, hidden), compute_probe(stream, held_out.tokens[0], hidden[0], piece)
     return Verification(score, difference, worst, tokens, measured / tokens, measured_flow, probe)
 
 

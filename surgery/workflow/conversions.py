@@ -87,7 +87,7 @@ def _conversion_action(step: Step, source: str, choice: Choice, where: str) -> A
 
             settings, predicted = request_for(finished)
             facts = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
-            _convert_unless_there(ConversionRequest(checkpoint, out, settings, **facts), progress)
+            _convert_unless_done(ConversionRequest(checkpoint, out, settings, **facts), progress)
 
         # The main process converts; the others wait.
         processes.from_main(make)
@@ -125,20 +125,20 @@ def plan(step: Step, where: str) -> Action:
         if (pattern := finished.patterns.get(settings.heads)) is not None:
             plan_settings = replace(settings, heads=str(pattern))
         at, restart = checkpoint_of(source, finished), finished.restart
-        processes.from_main(lambda: _plan_unless_there(path, at, plan_settings, progress, restart=restart))
+        processes.from_main(lambda: _plan_unless_done(path, at, plan_settings, progress, restart=restart))
 
     return Action(do)
 
 
-def _convert_unless_there(request: ConversionRequest, progress: Progress) -> None:
+def _convert_unless_done(request: ConversionRequest, progress: Progress) -> None:
     from surgery.structures import converter
-    from surgery.structures.made_already import is_made_already
+    from surgery.structures.made_already import is_already_made
 
-    if not is_made_already(request, progress, remedy="remove it, or choose another --work folder"):
+    if not is_already_made(request, progress, remedy="remove it, or choose another --work folder"):
         converter.convert(request, progress=progress)
 
 
-def _plan_unless_there(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
+def _plan_unless_done(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
     """Write the plan, with a JSON file of all measurements next to it, by which later runs recognize it.
 
     Raises:

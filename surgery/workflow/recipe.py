@@ -119,11 +119,11 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
 
 def _lock_folder(work: Path, alone: ExitStack) -> None:
     from surgery.checkpoint.disk import disk_errors
-    from surgery.checkpoint.output_place import kept_apart
+    from surgery.checkpoint.output_place import output_lock
 
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-    alone.enter_context(kept_apart(work, "--work"))
+    alone.enter_context(output_lock(work, "--work"))
 
 
 def _evaluate(step: Step, where: str) -> Action:
@@ -235,13 +235,13 @@ def _heal(step: Step, where: str) -> Action:
         )
 
     def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
-        from surgery.healing.heal import heal_checkpoint, healed_already
+        from surgery.healing.heal import heal_checkpoint, is_already_healed
 
         request = request_for(out, finished)
         finished.checkpoints[step.name] = out
 
         def heal() -> None:
-            if healed_already(request):
+            if is_already_healed(request):
                 progress.note(f"{out}: is there already")
             else:
                 heal_checkpoint(request, progress)

@@ -234,9 +234,9 @@ def test_oscar_rotations_are_eigenvectors_of_what_queries_ask():
         moments["keys"] = torch.einsum("bhti,bhtj->ij", call.query[:, :2], call.query[:, :2])
         return call.output()
 
-    from surgery.running.attention_tap import tapped
+    from surgery.running.attention_tap import tap_attention
 
-    with tapped(model, look):
+    with tap_attention(model, look):
         model(tokens)
     torch.testing.assert_close(moments["keys"].trace(), queries[:, :, 0].square().sum(), rtol=1e-4, atol=0)
     diagonal = vectors.T @ moments["keys"] @ vectors

@@ -11,7 +11,7 @@ from surgery.eval.report import heat_maps, pareto, plots
 from surgery.eval.report.document import read_report
 from surgery.eval.report.figures import PLOTS, save_needle_png, save_pngs
 from surgery.eval.report.style import label, looks, to_svg
-from surgery.eval.report.verdict import unbeaten
+from surgery.eval.report.verdict import pareto_front
 
 PNG = b"\x89PNG"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -54,7 +54,7 @@ def test_nothing_to_draw(key):
     ],
 )
 def test_frontier(points, better, expected):
-    assert unbeaten(points, better) == expected
+    assert pareto_front(points, better) == expected
 
 
 def test_pareto_joins_the_rivals_that_no_other_one_beats():

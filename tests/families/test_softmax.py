@@ -12,7 +12,7 @@ from surgery.families import FAMILIES
 from surgery.heads.attention_rows import attention_rows
 from surgery.heads.streaming import mixed_output
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 from surgery.running.loading import attention_of
 from surgery.structures.hybrid.settings import HybridSettings
 
@@ -56,7 +56,7 @@ def test_taps_see_it(checkpoints, name):
         calls.append(call)
         return call.output()
 
-    with tapped(model, attention):
+    with tap_attention(model, attention):
         torch.testing.assert_close(model(tokens()).logits, expected, atol=1e-4, rtol=1e-4)
     none = torch.zeros(2, dtype=torch.bool)
     for call in calls:

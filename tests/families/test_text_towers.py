@@ -163,7 +163,7 @@ def test_evaluation_runs_what_reads_the_text(picture_models, name):
 
 
 def test_healing_writes_the_language_model_in_its_place(picture_models, merged, tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.healing.heal.run_to_its_end", trained_here)
+    monkeypatch.setattr("surgery.healing.heal.run_interruptible", trained_here)
     name = "qwen2_5_vl"
     converted = merged(name).path
     settings = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}

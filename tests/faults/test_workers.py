@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from surgery.healing.launchers import ended, run_to_its_end
+from surgery.healing.launchers import ended, run_interruptible
 
 
 @pytest.mark.parametrize(
@@ -15,10 +15,10 @@ from surgery.healing.launchers import ended, run_to_its_end
 )
 def test_a_worker_that_dies(number, words):
     child = f"import os; os.kill(os.getpid(), {int(number)})"
-    code = run_to_its_end([sys.executable, "-c", child], dict(os.environ))
+    code = run_interruptible([sys.executable, "-c", child], dict(os.environ))
     assert words in ended(code)
 
 
 def test_a_worker_that_fails():
-    code = run_to_its_end([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
+    code = run_interruptible([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
     assert ended(code) == "ended with exit code 3"

@@ -7,7 +7,7 @@ from tiny_models import FAMILIES, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 
 def load(path):
@@ -28,7 +28,7 @@ def test_attention_as_it_is_gives_the_model(checkpoints, family):
         return call.output()
 
     before = model.config._attn_implementation
-    with tapped(model, attention):
+    with tap_attention(model, attention):
         logits = model(ids, attention_mask=mask).logits
     assert torch.allclose(logits[mask.bool()], expected[mask.bool()], atol=1e-4)
     assert calls == [(layer, (2, 4, 40), (2, 2, 40)) for layer in range(2)]
@@ -40,7 +40,7 @@ def test_attention_as_it_is_gives_the_model(checkpoints, family):
 def test_tokens_after_a_cache(checkpoints):
     model, ids = load(checkpoints("llama")), tokens()
     expected = model(ids).logits
-    with tapped(model, AttentionCall.output):
+    with tap_attention(model, AttentionCall.output):
         cache = model(ids[:, :25], use_cache=True).past_key_values
         middle = model(ids[:, 25:39], past_key_values=cache).logits
         last = model(ids[:, 39:], past_key_values=cache).logits
@@ -51,7 +51,7 @@ def test_tokens_after_a_cache(checkpoints):
 def test_what_the_function_gives_is_the_attention(checkpoints):
     model, ids = load(checkpoints("llama")), tokens()
     expected = model(ids).logits
-    with tapped(model, lambda call: torch.zeros_like(call.output())):
+    with tap_attention(model, lambda call: torch.zeros_like(call.output())):
         assert not torch.allclose(model(ids).logits, expected, atol=1e-2)
 
 
@@ -60,7 +60,7 @@ def test_what_the_function_gives_is_the_attention(checkpoints):
 def test_heads_apart_are_the_heads_together(checkpoints, family):
     calls = []
     model = load(checkpoints(family))
-    with tapped(model, lambda call: calls.append(call) or call.output()):
+    with tap_attention(model, lambda call: calls.append(call) or call.output()):
         model(tokens())
     for call in calls:
         apart = torch.cat([call.of_heads(head, head + 1).output() for head in range(call.kv_heads)], dim=2)
@@ -79,7 +79,7 @@ def test_the_tap_goes_after_an_error(checkpoints):
     def fails(call):
         raise SurgeryError("no")
 
-    with pytest.raises(SurgeryError, match="no"), tapped(model, fails):
+    with pytest.raises(SurgeryError, match="no"), tap_attention(model, fails):
         model(ids)
     assert torch.equal(model(ids).logits, expected)
     assert not hasattr(model.base_model.layers[0].self_attn, "surgery_tap")
@@ -88,6 +88,6 @@ def test_the_tap_goes_after_an_error(checkpoints):
 def test_a_model_without_attention_is_refused():
     with (
         pytest.raises(SurgeryError, match="CopyingModel does not support custom attention functions"),
-        tapped(CopyingModel(64), id),
+        tap_attention(CopyingModel(64), id),
     ):
         pass

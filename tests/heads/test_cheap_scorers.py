@@ -16,7 +16,7 @@ from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
 from surgery.heads.settings import HeadSettings
 from surgery.heads.ties import break_ties
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 from surgery.running.processes import Processes
 
 CHEAP = ("needle", "induction", "kvzip")
@@ -79,7 +79,7 @@ def test_rows_are_those_of_the_whole_matrix(checkpoints, family):
         assert torch.allclose(some * records, picked, atol=1e-5)
         return call.output()
 
-    with torch.no_grad(), tapped(model, look):
+    with torch.no_grad(), tap_attention(model, look):
         model(ids)
 
 
@@ -139,14 +139,14 @@ def test_kept_order_takes_one_echo_head_for_fourteen_of_induction():
     induction_scores = torch.arange(20, 0, -1).double().view(4, 5)
     echo = torch.zeros(4, 5, dtype=torch.float64)
     echo[3, 4] = 1  # the last by induction
-    order = (1 - induction.kept_order(echo, induction_scores)).flatten() * 20
+    order = (1 - induction.selection_order(echo, induction_scores)).flatten() * 20
     # Fourteen by induction, then the best by echo, then the rest.
     assert order.round().int().tolist() == [*range(1, 15), 16, 17, 18, 19, 20, 15]
 
 
 def test_kept_order_has_no_ties():
     flat = torch.zeros(3, 4, dtype=torch.float64)
-    assert len(induction.kept_order(flat, flat).unique()) == 12
+    assert len(induction.selection_order(flat, flat).unique()) == 12
 
 
 class KnowsAll:

@@ -23,7 +23,7 @@ from surgery.heads.gate_training import schedule, train_gates
 from surgery.heads.gates import gated_heads, gated_output, input_device, mean_loss, recomputed_layers
 from surgery.heads.journal import Journal
 from surgery.heads.streaming import streaming_output
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 SCORERS = {"duo": duo, "prulong": prulong}
 OBJECTIVES = {"duo": duo.DuoObjective, "prulong": prulong.PruLongObjective}
@@ -123,7 +123,7 @@ def test_layers_are_computed_again_as_in_evaluation(checkpoints, family):
             share = gate[each.layer].repeat_interleave(2)[:, None]
             return share * each.output()
 
-        with tapped(model, attention):
+        with tap_attention(model, attention):
             out = model.base_model(tokens, use_cache=False).last_hidden_state
             loss = out.square().cumsum(1).mean()
             loss.backward()
@@ -188,7 +188,9 @@ def test_the_last_layer_is_computed_where_it_is_read(checkpoints, values, monkey
     for everywhere in (False, True):
         if everywhere:
             for module in (duo, gates):
-                monkeypatch.setattr(module, "tapped", lambda model, function, places: tapped(model, function))
+                monkeypatch.setattr(
+                    module, "tap_attention", lambda model, function, places: tap_attention(model, function)
+                )
         objective, queries = duo.DuoObjective(session), []
         with torch.no_grad():
             objective.gates.copy_(torch.tensor(values))
@@ -267,7 +269,7 @@ def test_draws_of_gates_have_the_chance_that_is_penalized():
     log_alpha = torch.tensor([-3.0, -0.5, 0.0, 2.0]).repeat(20_000, 1)
     drawn = prulong.sampled_gates(log_alpha, torch.Generator().manual_seed(0))
     assert drawn.min() == 0 and drawn.max() == 1
-    assert torch.allclose((drawn > 0).float().mean(0), prulong.open_chance(log_alpha[0]), atol=0.01)
+    assert torch.allclose((drawn > 0).float().mean(0), prulong.open_probability(log_alpha[0]), atol=0.01)
 
 
 def test_gates_are_drawn_anew_for_each_sequence_and_seed(checkpoints):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from surgery.heads import streaming
 from surgery.heads.streaming import mixed_output, streaming_output
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 
 
 def make_call(length, mask=None):
@@ -69,7 +69,7 @@ def test_in_a_model(checkpoints):
         heads = [dense(call, 4, 8 if stream else 60) for stream in streams[call.layer]]
         return torch.cat((heads[0][:, :, :2], heads[1][:, :, 2:]), dim=2)
 
-    with tapped(model, masked):
+    with tap_attention(model, masked):
         target = model(ids).logits
     with streaming_heads(model, streams, 4, 8):
         logits = model(ids).logits

@@ -18,7 +18,7 @@ from surgery.eval.variants.engine_cache import FORMATS, engine_cache
 from surgery.families import any_family_of
 from surgery.planning.engine_formats import engine_formats
 from surgery.planning.measure import measure
-from surgery.planning.plan import make_plan, opened_work
+from surgery.planning.plan import make_plan, open_work
 from surgery.planning.plan_file import read_plan, write_plan
 from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
@@ -42,7 +42,7 @@ def scores(source, engine):
     settings, quiet = PlanSettings(engine=engine, allow=("engine",), **TEXT), Progress(silent=True)
     opened, refused = Source.open(source, settings), {}
     texts = load_texts(opened, settings, quiet, planted=False)
-    with opened_work(opened, settings, texts, quiet) as work:
+    with open_work(opened, settings, texts, quiet) as work:
         candidates = engine_formats(opened, settings, "ckpt", refused)
         candidates += [candidates[0].skipping([1, 3])]
         scored = measure(candidates, work, texts.held_out).scored
@@ -141,7 +141,7 @@ def test_layers_with_a_window_keep_full_precision(tmp_path):
     settings, quiet, refused = PlanSettings(engine="vllm", allow=("engine",), **TEXT), Progress(silent=True), {}
     opened = Source.open(tmp_path, settings)
     texts = load_texts(opened, settings, quiet, planted=False)
-    with opened_work(opened, settings, texts, quiet) as work:
+    with open_work(opened, settings, texts, quiet) as work:
         candidate = engine_formats(opened, settings, "ckpt", refused)[0]
         score = measure([candidate], work, texts.held_out).scored[0]
     assert not refused and candidate.full_attention == [0] and candidate.leaves(1)

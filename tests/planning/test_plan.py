@@ -25,12 +25,12 @@ from surgery.eval.kv_cache import cache_bytes
 from surgery.heads.pattern import HeadPattern
 from surgery.planning.candidates import Candidates
 from surgery.planning.measure import Carried, Increase, Scored, measure, student_t
-from surgery.planning.plan import make_plan, opened_work
+from surgery.planning.plan import make_plan, open_work
 from surgery.planning.plan_file import read_plan, write_plan
 from surgery.planning.rounds import Rounds
 from surgery.planning.rows import alike, choose, contenders, far_behind
 from surgery.planning.settings import PlanSettings
-from surgery.planning.sizes import around_best, look_for_loss
+from surgery.planning.sizes import around_best, search_by_loss
 from surgery.running.source import Source
 from surgery.structures import packed_rows
 from surgery.structures.registry import find_target
@@ -64,7 +64,7 @@ def at_work(checkpoints):
             settings = PlanSettings(**{**TEXT, "held_out": CONTEXT["batch"]}, **CONTEXT)
             opened, quiet = Source.open(checkpoints(family), settings), Progress(silent=True)
             texts = load_texts(opened, settings, quiet)
-            return settings, opened, texts, works.enter_context(opened_work(opened, settings, texts, quiet))
+            return settings, opened, texts, works.enter_context(open_work(opened, settings, texts, quiet))
 
         yield get
 
@@ -219,7 +219,7 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
 
     attempts = []
     add([sized(target, {"bits": "auto"}, share) for share in (0.125, 0.0625)])
-    look_for_loss(attempts, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
+    search_by_loss(attempts, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
     assert request[2:] == pytest.approx(looked_at, abs=1e-5)
 
 
@@ -330,9 +330,9 @@ def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there(plan):
 
 
 def test_scores_of_more_text_are_means_over_all_of_it():
-    more = Scored([1.0], 0.5, 1.0, 0.1).with_more(Scored([2.0, 3.0], 2.0, 0.25, 0.4))
+    more = Scored([1.0], 0.5, 1.0, 0.1).merge_with(Scored([2.0, 3.0], 2.0, 0.25, 0.4))
     assert more == Scored([1.0, 2.0, 3.0], pytest.approx(1.5), pytest.approx(0.5), pytest.approx(0.3))
-    assert Scored([1.0], None, None).with_more(Scored([2.0], None, None)) == Scored([1.0, 2.0], None, None)
+    assert Scored([1.0], None, None).merge_with(Scored([2.0], None, None)) == Scored([1.0, 2.0], None, None)
 
 
 def test_divergence_is_half_the_mean_square_of_what_tokens_lose(at_work):

@@ -75,7 +75,7 @@ def stopped_after(step: int) -> Iterator[None]:
 
 
 def trained_here(command: list[str], environment: dict[str, str]) -> int:
-    """Run the training of one process in this one, in place of `run_to_its_end`."""
+    """Run the training of one process in this one, in place of `run_interruptible`."""
     assert command[:4] == [sys.executable, "-m", "surgery.training.heal", "--config"], command
     heal_here(vars(HealSettings.from_file(command[4])))
     return 0

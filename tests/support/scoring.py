@@ -13,7 +13,7 @@ from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
 from surgery.heads.settings import HeadSettings
 from surgery.heads.streaming import mixed_output
-from surgery.running.attention_tap import tapped
+from surgery.running.attention_tap import tap_attention
 from surgery.running.processes import Processes
 
 SHAPE = {"sinks": 4, "recent": 12, "length": 96, "facts": 1}
@@ -45,4 +45,4 @@ def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=
 
 def streaming_heads(model, streams, sinks: int, recent: int):
     """Let the KV heads of ``streams`` [L, G] stream in a model, for the length of a ``with`` block."""
-    return tapped(model, lambda call: mixed_output(call, streams[call.layer], sinks, recent))
+    return tap_attention(model, lambda call: mixed_output(call, streams[call.layer], sinks, recent))

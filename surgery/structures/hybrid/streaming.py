@@ -22,7 +22,7 @@ from surgery.heads.pattern import HeadPattern, count_of
 from surgery.heads.plan import HeadPlan, compile_plan
 from surgery.heads.streaming import StreamingAttention, mixed_output
 from surgery.model.cache_layer import check_full_attention
-from surgery.running.attention_tap import AttentionCall, tapped
+from surgery.running.attention_tap import AttentionCall, tap_attention
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource, Source
 from surgery.structures.base import Forecast, Outcome, Structure, unchanged_tensors
@@ -233,7 +233,7 @@ def measure_plan(
         for index in range(opened.layers):
             inputs = source[:ERROR_SEQUENCES].clone()
             with stream.layer(index) as layer:
-                with tapped(layer.model, _masked(plan, index)):
+                with tap_attention(layer.model, _masked(plan, index)):
                     masked = stream.run_layer(layer, inputs.clone(), batch)
                     stream.run_layer(layer, streaming, batch)
                 stream.run_layer(layer, source, batch)

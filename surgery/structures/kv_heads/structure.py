@@ -108,7 +108,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             raise SurgeryError(
                 "KV heads with a q/k-norm cannot be merged, as factors do not pass the norm: convert --to mla instead"
             )
-        self._budget = wanted_heads(settings, opened.first, opened.layers)
+        self._budget = requested_heads(settings, opened.first, opened.layers)
         if opened.stateful:
             raise SurgeryError(
                 "some layers have a recurrent state and no KV heads, which merging does not support: convert --to "
@@ -241,7 +241,7 @@ def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
     return "decilm" if settings.engine is not None and len(set(kv_heads)) > 1 else settings.carrier
 
 
-def wanted_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
+def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
     """Compute the number of KV heads of all layers together, from ``kv_heads`` or the ratio; by default at most half.
 
     Raises:

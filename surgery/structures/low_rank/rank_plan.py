@@ -22,7 +22,7 @@ from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_info
 Blocks = tuple[Block, ...]
 
 
-def wanted_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
+def requested_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
     """Compute the average number of latents per token and layer, from ``rank`` or the ratio.
 
     Raises:
@@ -52,7 +52,7 @@ def plan_ranks(
         SurgeryError: the budget is impossible, or the method does not support the allocation.
     """
     first = opened.first
-    rank, method = wanted_rank(settings, first), settings.method
+    rank, method = requested_rank(settings, first), settings.method
     layers = converted_layers(kept_layers, opened.layers)
     total, multiple = rank * len(layers), settings.rank_multiple
     if method == "palu":

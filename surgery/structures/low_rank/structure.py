@@ -41,7 +41,7 @@ from surgery.structures.kept_layers import kept_layers
 from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.groups import group_of
 from surgery.structures.low_rank.quantized import QuantizedRows
-from surgery.structures.low_rank.rank_plan import Blocks, plan_ranks, wanted_rank
+from surgery.structures.low_rank.rank_plan import Blocks, plan_ranks, requested_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.stages import StageTracker
@@ -118,7 +118,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         self.asked = settings
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
         self.earlier = (0,) * opened.layers
-        wanted_rank(settings, opened.first)
+        requested_rank(settings, opened.first)
         if settings.window and any(window is not None for window in opened.windows):
             raise SurgeryError("--window: not supported for models with sliding-window layers; drop --window")
         if settings.window and self.kept:
@@ -146,7 +146,7 @@ class LowRank(Structure[Source, LowRankSettings]):
     def forecast(self) -> Forecast:
         """Forecast the conversion; before :meth:`plan` with equal ranks in all layers."""
         opened, settings, first = self.opened, self.asked, self.opened.first
-        rank = wanted_rank(settings, first)
+        rank = requested_rank(settings, first)
         writes = self._writes
         if writes is None:
             blocks = blocks_for(settings.method, first, rank, multiple=settings.rank_multiple)

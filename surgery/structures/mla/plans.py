@@ -197,7 +197,7 @@ def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list
     return losses
 
 
-def most_tried(count: int) -> int:
+def max_trials(count: int) -> int:
     """Return the largest number of plans that `search_plans` tries of ``count``: half of them and one more."""
     return min(count, (count + 3) // 2)
 

@@ -88,7 +88,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         super().__init__(opened, settings, progress)
         config = opened.config
-        rank = wanted_rank(settings, config.kv_lora_rank, config.qk_rope_head_dim)
+        rank = requested_rank(settings, config.kv_lora_rank, config.qk_rope_head_dim)
         self._writes = SmallerLatents(opened.reader, opened.layers, rank, config.qk_rope_head_dim)
         if settings.engine is not None:
             refuse_unless_loadable(settings.engine, whole_config(opened.reader, self._writes.config()))
@@ -199,7 +199,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         )
 
 
-def wanted_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
+def requested_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
     """Compute the rank of the result, by default half of the source's.
 
     Raises:

@@ -35,7 +35,7 @@ from surgery.structures.mla.plans import (
     UNTRIED_WEIGHT,
     MLAPlan,
     Planner,
-    most_tried,
+    max_trials,
     search_plans,
     try_plans,
 )
@@ -131,7 +131,7 @@ class MLA(Structure[Source, ConvertSettings]):
                 lags=method.lags,
                 steps=1,
                 exact=len(EXACT_STAGES),
-                splits=plans if method.folds else most_tried(plans),
+                splits=plans if method.folds else max_trials(plans),
                 split_sequences=SPLIT_SEQUENCES,
                 rescales=carrier.stock and carrier.writer.rescale != 1.0,
             ),
@@ -201,7 +201,7 @@ class MLA(Structure[Source, ConvertSettings]):
             return plans[0], [(plans[0], None)], {}
         if not held_out.texts:
             # Without text: a third for rotary dimensions, the middle of what calibrated conversions choose.
-            untried = min(plans, key=_distance_from_usual)
+            untried = min(plans, key=_distance_from_default)
             return untried, [(untried, None)], {}
 
         def losses_of(candidates: list[MLAPlan]) -> list[float]:
@@ -243,7 +243,7 @@ class MLA(Structure[Source, ConvertSettings]):
         return self._carrier.writer.tensors(index, layer)
 
 
-def _distance_from_usual(plan: MLAPlan) -> float:
+def _distance_from_default(plan: MLAPlan) -> float:
     """Return the distance of a plan from the usual choice of trials, for sources without text to try plans on."""
     if plan.weight is not None:
         return abs(plan.weight - UNTRIED_WEIGHT)

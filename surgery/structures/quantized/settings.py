@@ -41,7 +41,7 @@ class QuantizedSettings(RowSettings):
             )
 
     @classmethod
-    def needless(cls, option: Callable[[str], str | None]) -> str | None:
+    def better_alternative(cls, option: Callable[[str], str | None]) -> str | None:
         """Return the flags with which an engine quantizes its plain cache itself; None if no engine is given."""
         if (engine := option("engine")) is None:
             return None

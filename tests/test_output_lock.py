@@ -12,7 +12,7 @@ from healing import heal_settings, settings_file, trained_here
 from processes import Fork, kill_and_leave
 from tiny_models import HELD_OUT
 
-from surgery.checkpoint.output_place import LOCK, kept_apart
+from surgery.checkpoint.output_place import LOCK, output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.healing import heal as healing
@@ -36,7 +36,7 @@ VERBS = {
         ("plan", "{source}", *PLAN, "--held-out", "2", "--recall", "0", "--context", "256", "--out", "{out}.yaml"),
         "surgery.planning.plan.measure",
     ),
-    "run": (("run", "{recipe}", "--work", "{out}"), "surgery.workflow.conversions._convert_unless_there"),
+    "run": (("run", "{recipe}", "--work", "{out}"), "surgery.workflow.conversions._convert_unless_done"),
 }
 
 
@@ -70,7 +70,7 @@ def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, m
 
     at_work = pkgutil.resolve_name(meanwhile)
     monkeypatch.setattr(meanwhile, second_first)
-    monkeypatch.setattr(healing, "run_to_its_end", trained_here)
+    monkeypatch.setattr(healing, "run_interruptible", trained_here)
     code, _, err = run_main(monkeypatch, capsys, *command)
     assert code == 0, err
     (second,) = seconds
@@ -89,7 +89,7 @@ def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_pat
     values = heal_settings(tmp_path, source, source)
     run = tmp_path / "healed.run"
     run.mkdir()
-    with kept_apart(run):
+    with output_lock(run):
         second = Fork("--config", settings_file(values), module="surgery.training.heal")
         assert second.wait() == 1
     *_, line = second.stderr.splitlines()
@@ -100,12 +100,12 @@ def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_pat
 HOLDS = """
 import sys, time
 from pathlib import Path
-from surgery.checkpoint.output_place import kept_apart
+from surgery.checkpoint.output_place import output_lock
 from surgery.checkpoint.staging import Staging
 folder = Path(sys.argv[1])
 staging = Staging(folder / "out", overwrite=False)
 staging.create()
-with kept_apart(folder):
+with output_lock(folder):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -115,12 +115,12 @@ def test_a_killed_process_that_nobody_waited_for_holds_nothing(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(SurgeryError, match="another surgery"), kept_apart(tmp_path):
+        with pytest.raises(SurgeryError, match="another surgery"), output_lock(tmp_path):
             pass
         with pytest.raises(SurgeryError, match="another surgery"):
             Staging(tmp_path / "out", overwrite=False)
         kill_and_leave(process)
-        with kept_apart(tmp_path):
+        with output_lock(tmp_path):
             Staging(tmp_path / "out", overwrite=False).create()
     finally:
         process.kill()
@@ -129,6 +129,6 @@ def test_a_killed_process_that_nobody_waited_for_holds_nothing(tmp_path):
 
 def test_what_sigkill_leaves_of_a_lock_is_locked_by_nobody(tmp_path):
     (tmp_path / LOCK).touch()
-    with kept_apart(tmp_path), pytest.raises(SurgeryError, match="another surgery"), kept_apart(tmp_path):
+    with output_lock(tmp_path), pytest.raises(SurgeryError, match="another surgery"), output_lock(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
