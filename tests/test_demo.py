@@ -1,7 +1,9 @@
 """The demo, and the process that measures for it."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,17 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import run_main
 from measures import mean_loss, recall_accuracy
 from processes import Fork
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint.named_models import demo_model
+from surgery.common import interruption
 from surgery.common.errors import SurgeryError
 from surgery.console.demo import show_demo
 from surgery.demo import run as demo
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.recall import RecallSet
 from surgery.running.loading import load_tokenizer
+from surgery.structures import converter, made_already
 
 
 @pytest.fixture
@@ -71,6 +76,27 @@ def test_a_failure_of_the_measuring_process_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(SurgeryError, match="stock transformers could not run the models") as caught:
         demo.measure_with_stock_transformers([tmp_path], output)
     assert "\n" not in str(caught.value)
+
+
+def test_an_interrupted_demo_resumes_from_its_conversion(tmp_path, monkeypatch, capsys):
+    out, conversions = tmp_path / "out", []
+
+    def convert(request, progress):
+        conversions.append(request)
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+
+    def interrupt(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(interruption, "_unfinished", [])
+    monkeypatch.setattr(converter, "convert", convert)
+    monkeypatch.setattr(made_already, "is_conversion_of", lambda path, *_: path.is_dir())
+    monkeypatch.setattr(demo, "measure_with_stock_transformers", interrupt)
+    for _ in range(2):
+        code, _, err = run_main(monkeypatch, capsys, "demo", "--out", out)
+        assert code == 130 and f"{out} keeps the finished work" in err.splitlines()[-1]
+    assert len(conversions) == 1 and f"{out}: exists already, skipped" in err
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2, asset, model_named
 from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
+from surgery.common.interruption import resumes_from
 from surgery.common.temporary import TemporaryFolder
 
 SEED = 2
@@ -98,6 +99,8 @@ def run_demo(
 ) -> Demo:
     """Convert a model to ``out``, measure source and result in a process without this package, and print the result.
 
+    A conversion with the same settings that exists in ``out`` is measured again.
+
     Args:
         model: a name in ``DEMO_MODELS``.
         kv_ratio: share of the KV bytes to keep; None for the default of the model.
@@ -109,6 +112,7 @@ def run_demo(
     from surgery.common.progress import Progress
     from surgery.console.demo import show_demo
     from surgery.structures.converter import convert
+    from surgery.structures.made_already import is_already_made
     from surgery.structures.mla.settings import ConvertSettings
     from surgery.structures.request import ConversionRequest
 
@@ -116,7 +120,7 @@ def run_demo(
         raise SurgeryError(f"--model {model}: choose {' or '.join(DEMO_MODELS)}")
     demo_model = DEMO_MODELS[model]
     kv_ratio = kv_ratio or demo_model.kv_ratio
-    start = time.perf_counter()
+    start, out = time.perf_counter(), Path(out)
     progress = Progress()
     reader = CheckpointReader.open(model_named(model))
     source_name = origin(reader.name, reader.dequantised_from)
@@ -124,10 +128,12 @@ def run_demo(
     settings = ConvertSettings(kv_ratio=kv_ratio, **demo_model.settings)
     command = f"surgery demo --model {model} --kv-ratio {kv_ratio:g}"
     request = ConversionRequest(reader.source, out, settings, overwrite=overwrite, command=command)
-    conversion = convert(request, progress=progress)
+    if overwrite or not is_already_made(request, progress, remedy="pass --overwrite, or choose another --out"):
+        convert(request, progress=progress)
+    resumes_from(out)
     progress.note("loading both models with stock transformers in a process of their own")
-    prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), conversion.path], demo_model)
-    demo = Demo(conversion.path, model, source_name, prompt, source, converted, time.perf_counter() - start)
+    prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), out], demo_model)
+    demo = Demo(out, model, source_name, prompt, source, converted, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo
 

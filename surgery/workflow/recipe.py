@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
 from surgery.common.human import count
+from surgery.common.interruption import resumes_from
 from surgery.common.progress import Progress
 from surgery.common.removed import removal
 from surgery.workflow.conversions import convert, plan, slice_
@@ -108,6 +109,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
     processes = Processes()
     with ExitStack() as alone:
         processes.from_main(lambda: _lock_folder(work, alone))
+        resumes_from(work)
         for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
             if processes.is_main:
                 progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
