@@ -127,6 +127,12 @@ def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     assert f"a: {entries} for {loss_increase:+.4f}" in output and f"\nNext: surgery eval {tmp_path / 'a'}\n" in output
 
 
+def test_a_recipe_shows_no_loss_of_the_conversion_for_a_healed_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("surgery.reporting.report.previous_report", lambda path: {"healing": {"table": []}})
+    show_made(Finished(checkpoints={"a": tmp_path / "a"}))
+    assert capsys.readouterr().out.startswith("a: loss and recall were not measured after healing\n")
+
+
 def test_a_dry_run_ends_in_what_would_be_kept(monkeypatch, capsys):
     arguments = ["convert", "builtin", "--to", "gqa", "--dry-run", "--calibration", "none"]
     code, output, _ = run_main(monkeypatch, capsys, *arguments)
@@ -188,7 +194,7 @@ def test_a_healing_is_told_against_what_it_began_with_and_the_source():
         "healing changed the loss by -0.4000 nats per token (perplexity -33.0%), recall 0.50 → 0.50"
     )
     assert message.endswith("now +0.1000 nats per token (perplexity +10.5%) relative to the source")
-    assert verdicts.of_healing({"table": []}) is None
+    assert verdicts.of_healing({"table": []}) == "loss and recall were not measured after healing"
 
 
 def test_a_healing_ends_in_how_to_measure_it(capsys):
@@ -196,7 +202,7 @@ def test_a_healing_ends_in_how_to_measure_it(capsys):
     facts |= {"peak_memory_bytes": 1, "ended": "max_steps", "tracker_failed": None}
     show_healed(Healed(Path("healed"), facts, "source"))
     assert capsys.readouterr().out.endswith(
-        "healed: loss and recall were not measured\n"
+        "healed: loss and recall were not measured after healing\n"
         "Next: surgery eval healed --baseline source\n      surgery doctor healed\n"
     )
     show_healed(Healed(Path("healed"), facts, str(demo_model())))

@@ -12,7 +12,7 @@ from surgery.common.machine import seconds_since_start
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.engines import show_commands
-from surgery.console.heal import NOT_MEASURED, operations, show_estimate, show_training
+from surgery.console.heal import operations, show_estimate, show_training
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import engines_sentence, kept_bytes, of_conversion, of_healing, show_next, show_ruin
 from surgery.engines.facts import OWN_CLASSES
@@ -50,7 +50,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     result, source_name = typed(conversion.path), conversion.source
     page.print(f"[bold]{plain(result)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
     if healing:
-        page.print(plain(of_healing(healing) or NOT_MEASURED), soft_wrap=True)
+        page.print(plain(of_healing(healing)), soft_wrap=True)
     show_ruin(page, target.get("ruined_by", ()))
     if useless := target.get("useless_layers"):
         page.print(f"[bold yellow]{plain(useless_message(useless))}[/bold yellow]", soft_wrap=True)

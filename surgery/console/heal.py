@@ -15,8 +15,6 @@ from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import of_healing, show_next
 from surgery.reporting.quality import healed_table
 
-NOT_MEASURED = "loss and recall were not measured"
-
 
 def show_healed(healed, *, as_json: bool = False) -> None:
     """Print a finished healing (:class:`surgery.healing.heal.Healed`)."""
@@ -27,7 +25,7 @@ def show_healed(healed, *, as_json: bool = False) -> None:
     page = new_page()
     page.print(f"\n[bold]{plain(healed.path.name)}: healed[/bold]")
     show_training(page, healing)
-    verdict, path = of_healing(healing) or NOT_MEASURED, typed(healed.path)
+    verdict, path = of_healing(healing), typed(healed.path)
     page.print(f"[bold]{plain(path)}[/bold]: {plain(verdict)}", soft_wrap=True)
     measure = [f"surgery eval {path} --baseline {name_of(healed.teacher)}"] if healed.teacher else []
     show_next(page, [*measure, f"surgery doctor {path}"])

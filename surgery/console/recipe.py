@@ -57,7 +57,7 @@ def show_made(finished) -> None:
         report = previous_report(path)
         if report is None:  # a healed checkpoint that this package did not convert
             continue
-        verdict = of_healing(report.get("healing") or {"table": []}) or of_conversion(report)
+        verdict = of_healing(report["healing"]) if report.get("healing") else of_conversion(report)
         page.print(f"[bold]{plain(name)}[/bold]: {plain(verdict)}", soft_wrap=True)
     if finished.report is None and finished.checkpoints:  # a report prints its own next command
         paths = [typed(path) for path in finished.checkpoints.values()]

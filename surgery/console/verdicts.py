@@ -34,11 +34,11 @@ def kept_bytes(kv: Mapping[str, Any]) -> str:
     return " at ".join([f"{share} of the KV bytes", *lengths])
 
 
-def of_healing(healing: dict[str, Any]) -> str | None:
-    """Return the verdict on a healing; None if it was not measured."""
+def of_healing(healing: dict[str, Any]) -> str:
+    """Return the verdict on a healing, from the ``healing`` of a report."""
     rows = {row["name"]: row for row in healing["table"] or []}
     if "healed" not in rows:
-        return None
+        return "loss and recall were not measured after healing"
     healed, source = rows["healed"], rows.get("source")
     before = rows.get("converted") or next((row for row in healing["table"] if row is not source), healed)
     gained = (
