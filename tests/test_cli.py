@@ -26,7 +26,7 @@ QUICK = [
 
 
 PARTS = {"bench": ("kernels", "decode")}
-VERBS = [[verb] for verbs in cli.VERBS.values() for verb in verbs if verb not in PARTS]
+VERBS = [[verb] for verbs in cli.COMMANDS.values() for verb in verbs if verb not in PARTS]
 VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
 
 

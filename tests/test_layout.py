@@ -18,7 +18,7 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
 from surgery.training.settings import HealSettings
 from surgery.workflow.names import check_names
-from surgery.workflow.recipe import VERBS, Recipe
+from surgery.workflow.recipe import COMMANDS, Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -281,5 +281,5 @@ def test_shipped_variants_can_be_read():
 def test_recipes_are_valid(path):
     recipe = Recipe.read(path)
     for step in recipe.steps:
-        VERBS[step.verb](step, step.name)
+        COMMANDS[step.command](step, step.name)
     check_names(path, recipe.steps)

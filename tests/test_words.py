@@ -62,7 +62,6 @@ NAMED_SO = {
     "done": ("surgery/common/phase.py", "surgery/common/progress.py"),  # `total` and `done` of a progress bar
     "written": ("surgery/evaluation/run.py", "surgery/workflow/"),  # a public field of results
     "said": ("surgery/inspection/checks.py",),  # a field of the report of `surgery verify`
-    "told": ("surgery/workflow/steps.py",),  # a field of what `surgery run --dry-run --json` prints
 }
 """Participles that stay, and the files or folders that may use each."""
 

@@ -1,4 +1,4 @@
-"""Command line ``surgery VERB``, one file per command. Torch is imported inside the commands only."""
+"""Command line ``surgery COMMAND``, one file per command. Torch is imported inside the commands only."""
 
 from surgery.cli.program import app, main
 

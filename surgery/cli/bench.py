@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from surgery.bench.settings import KernelRequest
+from surgery.cli.commands import CommandGroup
 from surgery.cli.generated import OptionValues, with_settings
 from surgery.cli.options import DeviceOption, JsonOption, command_line, flag, option
-from surgery.cli.verbs import Verbs
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import check_file
 
-bench = typer.Typer(cls=Verbs, help="Measure time and memory.", no_args_is_help=True)
+bench = typer.Typer(cls=CommandGroup, help="Measure time and memory.", no_args_is_help=True)
 
 OutOption = Annotated[Path, option("--out", "DIR", "Folder for the records (JSON), written after each measurement.")]
 OverwriteOption = Annotated[bool, flag("--overwrite", "Replace earlier records.")]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surgery.cli.commands import HELP_ALL, SurgeryCommand, equip
 from surgery.cli.generated import OptionValues, with_settings
 from surgery.cli.options import (
     OUTPUT,
@@ -24,7 +25,6 @@ from surgery.cli.options import (
     command_line,
     option,
 )
-from surgery.cli.verbs import HELP_ALL, Verb, equip
 from surgery.common.errors import SurgeryError
 from surgery.common.human import seconds_of
 from surgery.structures.registry import DEFAULT, TARGETS, described, find_target
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from surgery.structures.request import ConversionRequest
 
 
-class ConvertVerb(Verb):
+class ConvertCommand(SurgeryCommand):
     """Command whose ``--help`` shows the options of one target; ``--help-all`` without ``--to`` shows all targets'."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
@@ -51,13 +51,13 @@ class ConvertVerb(Verb):
             return
         settings_class = find_target(to or DEFAULT).settings_class
         app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
-        cls, text = (OtherTargets, None) if to is None else (Verb, _examples_of(to))
+        cls, text = (OtherTargets, None) if to is None else (SurgeryCommand, _examples_of(to))
         app.command("convert", cls=cls, help=text)(with_settings(convert, {to or DEFAULT: settings_class}))
         equip(app)
         typer.main.get_command(app).format_help(ctx, formatter)
 
 
-class OtherTargets(Verb):
+class OtherTargets(SurgeryCommand):
     """Help of the default target, for calls without ``--to``."""
 
     more = f"Options of --to {DEFAULT}. `--to NAME --help` shows another's, `--help-all` all."

@@ -139,22 +139,22 @@ class OptionValues:
         return next((value for option, value in self.values if option.key == key), None)
 
 
-def with_settings(verb: Callable[..., None], classes: Mapping[str, type]) -> Callable[..., None]:
+def with_settings(function: Callable[..., None], classes: Mapping[str, type]) -> Callable[..., None]:
     """Give a command function an option for each setting of its targets' settings classes."""
     options = _options(classes)
 
-    @wraps(verb)
+    @wraps(function)
     def called(**values: Any) -> None:
         pairs = [(option, value) for option in options if (value := _pop_value(option, values)) is not None]
         try:
-            verb(**values, options=OptionValues(classes, tuple(pairs)))
+            function(**values, options=OptionValues(classes, tuple(pairs)))
         except SurgeryError as error:
             flags = {each.name: option.flag for option, _ in pairs for each in option.settings.values()}
             error.flag = flags.get(error.setting)
             raise
 
-    hints, parameters = get_type_hints(verb, include_extras=True), []
-    for own in inspect.signature(verb).parameters.values():
+    hints, parameters = get_type_hints(function, include_extras=True), []
+    for own in inspect.signature(function).parameters.values():
         if own.name == "options":
             parameters += [parameter for option in options for parameter in option.parameters()]
         else:

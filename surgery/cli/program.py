@@ -1,4 +1,4 @@
-"""The command line: ``surgery VERB``. Imports torch only inside the commands, so that ``--help`` answers at once."""
+"""The command line: ``surgery COMMAND``. Imports torch only inside the commands, so that ``--help`` answers at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import typer
 
 from surgery import own_program
 from surgery.cli.bench import bench
-from surgery.cli.convert import CONVERTED, ConvertVerb, convert
+from surgery.cli.commands import CommandGroup, equip
+from surgery.cli.convert import CONVERTED, ConvertCommand, convert
 from surgery.cli.engines import doctor, export
 from surgery.cli.evaluation import compare, evaluate, run
 from surgery.cli.generated import with_settings
@@ -23,7 +24,6 @@ from surgery.cli.plan import plan_
 from surgery.cli.push import push
 from surgery.cli.shipped import config
 from surgery.cli.slice import slice_
-from surgery.cli.verbs import Verbs, equip
 from surgery.cli.verify import verify
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.interruption import interruptible, remains
@@ -40,11 +40,11 @@ MOVED = {"env": "doctor", "recipes": "run", "configs": "config"}
 """Commands of earlier versions, and the command that does the same without an argument."""
 
 
-class Program(Verbs):
+class Program(CommandGroup):
     """The program."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """``surgery help VERB`` is ``surgery VERB --help``, as people expect of programs with commands."""
+        """``surgery help COMMAND`` is ``surgery COMMAND --help``, as people expect of programs with commands."""
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         elif args and args[0] in MOVED:
@@ -134,7 +134,7 @@ def demo(
     run_demo(out, model=model, kv_ratio=kv_ratio, overwrite=overwrite, as_json=as_json)
 
 
-VERBS: dict[str, dict[str, Any]] = {
+COMMANDS: dict[str, dict[str, Any]] = {
     "Get started": {"demo": demo, "inspect": inspect, "plan": with_settings(plan_, {"plan": PlanSettings})},
     "Convert": {
         "convert": with_settings(convert, CONVERTED),
@@ -154,12 +154,13 @@ VERBS: dict[str, dict[str, Any]] = {
 }
 """The commands by what they are for, as help shows them."""
 
-for purpose, verbs in VERBS.items():
-    for name, verb in verbs.items():
-        if isinstance(verb, typer.Typer):
-            app.add_typer(verb, name=name, rich_help_panel=purpose)
+for purpose, commands in COMMANDS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=purpose)
         else:
-            app.command(name, cls=ConvertVerb if verb is verbs.get("convert") else None, rich_help_panel=purpose)(verb)
+            cls = ConvertCommand if command is commands.get("convert") else None
+            app.command(name, cls=cls, rich_help_panel=purpose)(command)
 equip(app)
 
 

@@ -63,9 +63,9 @@ def config_page(name: str) -> str:
     classes = {
         each.name: (each.settings_class, f"`surgery convert --to {each.name}`") for each in TARGETS.working().values()
     }
-    verbs = {"plan": PlanSettings, "slice": SLICE.settings_class, "heads": HeadSettings}
-    verbs |= {"heal": HealSettings, "eval": EvalSettings}
-    classes |= {verb: (cls, f"`surgery {verb}`") for verb, cls in verbs.items()}
+    commands = {"plan": PlanSettings, "slice": SLICE.settings_class, "heads": HeadSettings}
+    commands |= {"heal": HealSettings, "eval": EvalSettings}
+    classes |= {command: (cls, f"`surgery {command}`") for command, cls in commands.items()}
     if name in classes:
         return settings_page(*classes[name])
     hand_written = {each.name: each.path for each in (*shipped("recipes"), *shipped("configs"))}

@@ -71,18 +71,18 @@ class Phase:
             return None
         return self.seconds * (self.total - self.done) / (self.done - already)
 
-    def begins(self) -> str:
+    def start_text(self) -> str:
         """Format the line for the start; the next methods format the lines for progress, end and interruption."""
         return f"{self.name} …"
 
-    def goes_on(self) -> str:
+    def progress_text(self) -> str:
         return f"{self.name}: {self.amount()} after {duration(self.seconds)}"
 
-    def ended(self, *, memory: bool) -> str:
+    def end_text(self, *, memory: bool) -> str:
         took = f"{self.name}: {self.amount()} in {duration(self.seconds)}"
         return f"{took}, {size(self.peak_bytes)} at most" if memory else took
 
-    def stopped(self) -> str:
+    def stop_text(self) -> str:
         return f"{self.name}: stopped at {self.amount()} after {duration(self.seconds)}"
 
     def facts(self) -> dict[str, object]:

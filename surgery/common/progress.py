@@ -88,8 +88,10 @@ class Progress:
             file=sys.stderr,
             disable=lines or not self._shown,
         )
-        phase = Phase(name, total, unit, lambda phase: tell("going", phase, phase.goes_on(), phase.goes_on()))
-        tell("begin", phase, phase.begins(), phase.begins() if verbose else None)
+        phase = Phase(
+            name, total, unit, lambda phase: tell("going", phase, phase.progress_text(), phase.progress_text())
+        )
+        tell("begin", phase, phase.start_text(), phase.start_text() if verbose else None)
 
         def advance(count: int = 1) -> None:
             nonlocal already
@@ -105,10 +107,10 @@ class Progress:
                 yield advance
         except BaseException:
             phase.end()
-            tell("stopped", phase, phase.stopped(), phase.stopped() if verbose else None)
+            tell("stopped", phase, phase.stop_text(), phase.stop_text() if verbose else None)
             raise
         phase.end()
-        tell("end", phase, phase.ended(memory=True), phase.ended(memory=verbose))
+        tell("end", phase, phase.end_text(memory=True), phase.end_text(memory=verbose))
         self._worked += self._work(phase, phase.done - already)
         self._spent += phase.seconds if name in self.expected else 0.0
         self.seconds[name] = self.seconds.get(name, 0.0) + phase.seconds

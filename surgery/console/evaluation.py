@@ -68,8 +68,8 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         soft_wrap=True,
     )
     page.print("Memory counts weights and KV cache, without the activations and logits of a batch.")
-    goes_on = "; existing results are reused" if plan.goes_on else ""
-    page.print(f"output: {plain(plan.out)}/: report.html, .json, .csv, .md and results/{goes_on}", soft_wrap=True)
+    reuse = "; existing results are reused" if plan.resumes else ""
+    page.print(f"output: {plain(plan.out)}/: report.html, .json, .csv, .md and results/{reuse}", soft_wrap=True)
     show_next(page, ["the same command without --dry-run"])
 
 

@@ -29,11 +29,11 @@ def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
     rows = [
         (
             number,
-            step["verb"],
+            step["command"],
             step["name"],
             step["to"] or "",
             *(amount(step[name]) if step[name] else "" for name, (_, amount) in amounts.items()),
-            ", ".join(filter(None, ("exists" if step["there"] else "", step["told"]))),
+            ", ".join(filter(None, ("exists" if step["exists"] else "", step["note"]))),
         )
         for number, step in enumerate(steps, 1)
     ]

@@ -36,7 +36,7 @@ class EvaluationPlan:
         tasks: names of the tasks.
         settings: settings of the evaluation, with the resolved text, context, dtype and device.
         out: folder of results and report.
-        goes_on: whether the folder has results already.
+        resumes: whether the folder has results already.
     """
 
     rows: list[dict[str, Any]]
@@ -45,7 +45,7 @@ class EvaluationPlan:
     tasks: list[str]
     settings: dict[str, Any]
     out: str
-    goes_on: bool
+    resumes: bool
 
 
 def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
@@ -102,7 +102,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
             "device": device,
         },
         out=str(prepared.out),
-        goes_on=(prepared.out / "results").is_dir(),
+        resumes=(prepared.out / "results").is_dir(),
     )
 
 

@@ -38,12 +38,12 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
     }
     with TemporaryFolder("recipe") as folder, progress.phase("forecast", len(recipe.steps), "step") as advance:
         for step, action in zip(recipe.steps, actions, strict=True):
-            out, adds = work / f"{step.name}{ENDINGS.get(step.verb, '')}", results.get(step.verb, {})
+            out, adds = work / f"{step.name}{ENDINGS.get(step.command, '')}", results.get(step.command, {})
             earlier = [name for name in used(step) if name in outputs]
-            if (exists := out.exists()) and step.verb in results:  # a run keeps existing outputs
+            if (exists := out.exists()) and step.command in results:  # a run keeps existing outputs
                 adds[step.name], expected = out, Expected()
             elif action.forecast is None:
-                expected = Expected(told="not estimated: has no dry run")
+                expected = Expected(note="not estimated: has no dry run")
             elif unknown := [name for name in earlier if not outputs[name]]:
                 expected = _after(unknown)
             else:
@@ -56,12 +56,12 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
                     expected = _after(outlined)  # the error may be due to the outline
             outputs[step.name] = step.name in adds
             to = step.settings.get("to")
-            steps.append({"verb": step.verb, "name": step.name, "to": to, "there": exists, **asdict(expected)})
+            steps.append({"command": step.command, "name": step.name, "to": to, "exists": exists, **asdict(expected)})
             advance()
-    total = {name: [step[name] for step in steps if step[name]] for name in asdict(Expected()) if name != "told"}
+    total = {name: [step[name] for step in steps if step[name]] for name in asdict(Expected()) if name != "note"}
     total = {name: max(each, default=0) if name in MOST else sum(each) for name, each in total.items()}
     return {"name": recipe.name, "work": str(work), "steps": steps, "total": total}
 
 
 def _after(names: Sequence[str]) -> Expected:
-    return Expected(told=f"known after {' and '.join(names)}")
+    return Expected(note=f"known after {' and '.join(names)}")

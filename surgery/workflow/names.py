@@ -48,7 +48,7 @@ def check_names(path: Path, steps: Sequence[Step]) -> None:
             for name in _named(step, settings):
                 if not (outputs.get(name) in makers or ((path := existing(name)) and path.is_file())):
                     raise SurgeryError(f"{where}: {_explain(name, outputs, later) or f'{name}: no such {what} file'}")
-        outputs[step.name] = step.verb
+        outputs[step.name] = step.command
 
 
 def used(step: Step) -> list[str]:
@@ -59,10 +59,10 @@ def used(step: Step) -> list[str]:
 def _named(step: Step, settings: dict[str, tuple[str, ...]]) -> list[str]:
     """Return the names in these settings of a step; of an evaluation's `ROW=NAME` the part after the sign."""
     names = []
-    for setting in settings.get(step.verb, ()):
+    for setting in settings.get(step.command, ()):
         value = step.settings.get(setting)
         names += value if isinstance(value, list) else [] if value is None else [value]
-    return [str(name).partition("=")[2] or str(name) if step.verb == "eval" else str(name) for name in names]
+    return [str(name).partition("=")[2] or str(name) if step.command == "eval" else str(name) for name in names]
 
 
 def _explain(name: str, outputs: dict[str, str], later: list[str]) -> str | None:

@@ -85,7 +85,7 @@ def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
         SurgeryError: a setting or a name is invalid.
     """
     recipe = Recipe.read(path)
-    ready = [VERBS[step.verb](step, f"{path}, step {step.name}") for step in recipe.steps]
+    ready = [COMMANDS[step.command](step, f"{path}, step {step.name}") for step in recipe.steps]
     check_names(path, recipe.steps)
     return recipe, ready
 
@@ -112,7 +112,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
         resumes_from(work)
         for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
             if processes.is_main:
-                progress.note(f"step {number} of {len(recipe.steps)}: {step.verb} {step.name}")
+                progress.note(f"step {number} of {len(recipe.steps)}: {step.command} {step.name}")
             # A fresh progress: each step's report states the seconds of its own phases.
             with progress.at(f"step {number} of {len(recipe.steps)}"):
                 action.do(work / step.name, finished, progress.fresh(), processes)
@@ -152,7 +152,7 @@ def _evaluate(step: Step, where: str) -> Action:
         dry_run = plan_evaluation(request_for(out, finished), Progress(silent=True))
         peak = max(row["weights"] + (row["cache"] or 0) for row in dry_run.rows)
         return Expected(
-            told=", ".join(dry_run.tasks), **{"host" if dry_run.settings["device"] == "cpu" else "device": peak}
+            note=", ".join(dry_run.tasks), **{"host" if dry_run.settings["device"] == "cpu" else "device": peak}
         )
 
     def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
@@ -232,7 +232,7 @@ def _heal(step: Step, where: str) -> Action:
         tokens = dry_run.estimate["tokens"]
         return Expected(
             seconds=dry_run.work["estimated_seconds"],
-            told=f"{count(tokens)} tokens" if tokens else "",
+            note=f"{count(tokens)} tokens" if tokens else "",
             **{"device" if launcher or _on_gpu(settings.device) else "host": dry_run.estimate["peak_bytes"]},
         )
 
@@ -273,7 +273,7 @@ def _measure(value: Any, where: str) -> dict[str, Any] | None:
     return value
 
 
-VERBS: dict[str, Callable[[Step, str], Action]] = {
+COMMANDS: dict[str, Callable[[Step, str], Action]] = {
     "plan": plan,
     "convert": convert,
     "slice": slice_,
@@ -289,17 +289,17 @@ def _step(path: Path, number: int, entry: Any) -> Step:
         raise SurgeryError(
             f"{where}: must be one command with its settings, such as `convert: {{source: ..., name: ...}}`"
         )
-    ((verb, settings),) = entry.items()
-    if notice := removal(str(verb)):
-        raise SurgeryError(f"{where}: {verb} {notice}")
-    if verb not in VERBS:
-        raise SurgeryError(f"{where}: unknown command {verb!r}{did_you_mean(str(verb), list(VERBS))}")
+    ((command, settings),) = entry.items()
+    if notice := removal(str(command)):
+        raise SurgeryError(f"{where}: {command} {notice}")
+    if command not in COMMANDS:
+        raise SurgeryError(f"{where}: unknown command {command!r}{did_you_mean(str(command), list(COMMANDS))}")
     if not isinstance(settings, dict):
-        raise SurgeryError(f"{where}: {verb} is empty; add its settings")
+        raise SurgeryError(f"{where}: {command} is empty; add its settings")
     settings = dict(settings)
     name = str(pop_required(settings, "name", where))
     _check_plain(name, where)
-    return Step(verb, name, settings)
+    return Step(command, name, settings)
 
 
 def _check_plain(name: str, where: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Step:
     """Step of a recipe: a command and its settings by name."""
 
-    verb: str
+    command: str
     name: str
     settings: dict[str, Any]
 
@@ -45,7 +45,7 @@ class Expected:
     Attributes:
         host, device: peak memory of the machine and of its accelerator.
         disk, temporary: bytes of the output and of temporary files.
-        told: text next to the numbers, or in their place.
+        note: text next to the numbers, or in their place.
     """
 
     seconds: float | None = None
@@ -53,7 +53,7 @@ class Expected:
     device: int | None = None
     disk: int | None = None
     temporary: int | None = None
-    told: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -196,8 +196,8 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
 
     steps, total = planned()
     assert not work.exists()
-    assert steps["sliced"]["told"] == "known after low" and steps["mixed"]["told"] == "known after pattern"
-    assert "no dry run" in steps["pattern"]["told"] and "640 tokens" in steps["healed"]["told"]
+    assert steps["sliced"]["note"] == "known after low" and steps["mixed"]["note"] == "known after pattern"
+    assert "no dry run" in steps["pattern"]["note"] and "640 tokens" in steps["healed"]["note"]
     alone = plan_conversion(source, work / "low", TARGETS["lowrank"].settings({n: LOW[n] for n in LOW if n != "to"}))
     assert steps["low"]["disk"] == alone.disk["output_bytes"]
     assert steps["low"]["host"] == pytest.approx(alone.memory["host_bytes"], rel=0.2)  # with what this process holds
@@ -212,7 +212,7 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
         write(tmp_path / "first", {"convert": {"name": "low", "source": source, **LOW}}), work, Progress(silent=True)
     )
     after, _ = planned()
-    assert after["low"]["there"] and after["low"]["host"] is None and after["sliced"]["host"] > 0
+    assert after["low"]["exists"] and after["low"]["host"] is None and after["sliced"]["host"] > 0
     assert [after[name]["host"] for name in ("healed", "report")] == [
         steps[name]["host"] for name in ("healed", "report")
     ]

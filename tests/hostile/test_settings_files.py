@@ -17,7 +17,7 @@ from surgery.planning.settings import PlanSettings
 from surgery.structures.registry import SLICE, TARGETS
 from surgery.training.settings import HealSettings
 from surgery.workflow.names import check_names
-from surgery.workflow.recipe import VERBS, Recipe
+from surgery.workflow.recipe import COMMANDS, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = {
@@ -61,7 +61,7 @@ def checked(path):
     """Run all checks of a recipe before its first step."""
     recipe = Recipe.read(path)
     for step in recipe.steps:
-        VERBS[step.verb](step, f"{path}, step {step.name}")
+        COMMANDS[step.command](step, f"{path}, step {step.name}")
     check_names(path, recipe.steps)
     return recipe
 

@@ -130,12 +130,12 @@ def _name_of(argument: Any) -> Callable[[Any], list[str]]:
     return lambda ctx: [name if argument.required else f"[{name}]"]
 
 
-class Verb(_CompactHelp, TyperCommand):
+class SurgeryCommand(_CompactHelp, TyperCommand):
     """Command with compact help and clear errors for removed options."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         """Raise a SurgeryError for options and subcommands that were removed."""
-        _refuse_removed_verb(ctx, args)
+        _refuse_removed_command(ctx, args)
         flags = {flag for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         for flag in (arg.split("=", 1)[0] for arg in args):
             if flag.startswith("--") and flag not in flags:
@@ -145,16 +145,16 @@ class Verb(_CompactHelp, TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class Verbs(_CompactHelp, TyperGroup):
+class CommandGroup(_CompactHelp, TyperGroup):
     """Command group with compact help and clear errors for removed commands."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         """Raise a SurgeryError for commands that were removed."""
-        _refuse_removed_verb(ctx, args)
+        _refuse_removed_command(ctx, args)
         return super().parse_args(ctx, args)
 
 
-def _refuse_removed_verb(ctx: Any, args: list[str]) -> None:
+def _refuse_removed_command(ctx: Any, args: list[str]) -> None:
     name = f"{ctx.info_name if ctx.parent else 'surgery'} {args[0]}" if args else ""
     if notice := removal(name):
         raise SurgeryError(f"{name} {notice}")
@@ -162,12 +162,14 @@ def _refuse_removed_verb(ctx: Any, args: list[str]) -> None:
 
 def equip(app: typer.Typer, *group: str) -> None:
     """Add the shared options to every command of an app, and log options to long-running commands."""
-    for verb in app.registered_commands:
-        name = verb.name or verb.callback.__name__.strip("_")
-        verb.cls = verb.cls if issubclass(verb.cls or TyperCommand, Verb) else Verb
-        verb.help = _with_example_lines(verb.help or inspect.getdoc(verb.callback) or "")
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__.strip("_")
+        command.cls = command.cls if issubclass(command.cls or TyperCommand, SurgeryCommand) else SurgeryCommand
+        command.help = _with_example_lines(command.help or inspect.getdoc(command.callback) or "")
         words = (*group, name)
-        verb.callback = _shared(verb.callback, LOGGED if words in LONG else {}, FOLLOWED if words in READING else {})
+        command.callback = _shared(
+            command.callback, LOGGED if words in LONG else {}, FOLLOWED if words in READING else {}
+        )
     for each in app.registered_groups:
         equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
 
@@ -179,11 +181,11 @@ def _with_example_lines(text: str) -> str:
 
 
 def _shared(
-    verb: Callable[..., None], log_options: dict[str, Any], link_options: dict[str, Any]
+    function: Callable[..., None], log_options: dict[str, Any], link_options: dict[str, Any]
 ) -> Callable[..., None]:
     """Wrap a command function with --quiet, --help-all and the given log and link options."""
 
-    @wraps(verb)
+    @wraps(function)
     def called(
         quiet: bool,
         help_all: bool,
@@ -201,10 +203,10 @@ def _shared(
         log = logged(command, log_file, verbose=verbose, version=__version__) if log_options else nullcontext()
         linked = {FOLLOW_LINKS: "1"} if follow_links else {}
         with environment(**(QUIET if quiet else {}), **linked), log:
-            verb(**values)
+            function(**values)
 
-    hints = get_type_hints(verb, include_extras=True)
-    parameters = [each.replace(annotation=hints[each.name]) for each in inspect.signature(verb).parameters.values()]
+    hints = get_type_hints(function, include_extras=True)
+    parameters = [each.replace(annotation=hints[each.name]) for each in inspect.signature(function).parameters.values()]
     shared = {**log_options, **link_options, "quiet": (False, QuietOption), HELP_ALL: (False, HelpAllOption)}
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
