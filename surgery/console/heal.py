@@ -54,7 +54,9 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         print_json(asdict(plan))
         return
     page = new_page()
-    page.print(f"\n[bold]dry run: {plain(plan.student)} → {plain(plan.out)}[/bold] (nothing is trained or written)")
+    page.print(
+        f"\n[bold]dry run: {plain(name_of(plan.student))} → {plain(plan.out)}[/bold] (nothing is trained or written)"
+    )
     show_estimate(page, plan)
     page.print("All figures are computed from shapes, not measured. docs/healing.md says what they leave out.")
     show_next(page, ["the same command without --dry-run"])
