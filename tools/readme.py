@@ -80,8 +80,8 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
         f"{settings['recall_prompts']} numbers planted in text and asked for at its end. Bytes are measured on the "
         f"live cache ({report['created'][:10]}). Rows in code font are the source and its conversions, which keep "
         "the first 4 tokens in full precision on top. The others are "
-        "[caches of engines](docs/research/engine-caches.md) without a conversion, by the engines' names; "
-        "oscar_int2 is our reading of its paper, and its share falls with the context. Intervals and KL divergences: "
+        "[caches of engines](docs/research/engine-caches.md); oscar_int2 and kvarn are our readings of their papers, "
+        "and their shares fall with the context. Intervals and KL: "
         "[report](docs/smollm2/rows/report.md), [in long windows](docs/smollm2/rows-8k/report.md)."
     )
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)

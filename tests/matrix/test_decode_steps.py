@@ -58,10 +58,12 @@ def test_steps_never_wait_for_the_device_and_move_no_cache(name, padded):
         values |= now
 
 
+WITHOUT_KERNELS = (IMAGES, "grouped", "quantized_plain", "fewer_heads")
+"""A class that takes no attention functions, and plain heads."""
 KERNELS = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in WRITTEN
-    if name != IMAGES  # its class takes no attention functions
+    if name not in WITHOUT_KERNELS
 ]
 
 
