@@ -53,6 +53,9 @@ def test_decoding_is_held_against_the_fastest_attention_of_the_source():
     rows = [*decode, row("pack_rows", 1.0)]
     run._against_source(rows)
     assert [each.get("speedup_over_source") for each in rows] == [None, 3.0, None, None]
+    alone = [row("sdpa", 7.0), row("mla_decode", 2.0)]  # as with --no-baselines
+    run._against_source(alone)
+    assert alone[1]["speedup_over_source"] == 3.5
 
 
 @pytest.fixture
