@@ -14,19 +14,18 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def softmax_step(logits, m_i, l_i, TOKENS: tl.constexpr, SEEN: tl.constexpr = False):
+def softmax_step(logits, m_i, l_i, TOKENS: tl.constexpr):
     """Update the running softmax with a block of logits.
 
     Args:
         TOKENS: axis of the tokens in `logits`.
-        SEEN: every query has at least one visible token so far.
 
     Returns:
         The block's weights, the new `m_i` and `l_i`, and `alpha`, the factor that rescales earlier accumulators.
     """
     m_new = tl.maximum(m_i, tl.max(logits, axis=TOKENS))
     # -∞ - -∞ is NaN for a query without a visible token so far.
-    base = m_new if SEEN else tl.where(m_new == -float("inf"), 0.0, m_new)
+    base = tl.where(m_new == -float("inf"), 0.0, m_new)
     weights = tl.exp2(logits - tl.expand_dims(base, TOKENS))
     alpha = tl.exp2(m_i - base)
     return weights, m_new, l_i * alpha + tl.sum(weights, axis=TOKENS), alpha

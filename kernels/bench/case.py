@@ -43,7 +43,9 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """Abstract benchmark case: one operation at one shape.
+    """Abstract benchmark case: one operation at one shape, with one new token per row.
+
+    All inputs except `unbatched` have the batch as first dimension.
 
     Attributes:
         model: name of the shape in `MODELS`.
@@ -59,6 +61,7 @@ class Case(ABC):
     shape: Model
 
     operation: ClassVar[str]
+    unbatched: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     @abstractmethod
@@ -86,9 +89,9 @@ class Case(ABC):
         return self.cache_bytes + self.query_bytes
 
     @property
-    @abstractmethod
     def query_bytes(self) -> int:
-        """Bytes of queries and outputs."""
+        """Bytes of queries and outputs of whole heads."""
+        return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
 
     @property
     def scale(self) -> float:
@@ -103,13 +106,22 @@ class Case(ABC):
     def run(self, inputs: Inputs) -> Tensor:
         """Compute the output with this package's operator."""
 
-    @abstractmethod
     def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """Yield a function that selects a part of the output, and the float64 reference of that part."""
+        """Yield the first and the last row; rows are independent."""
+        for row in sorted({0, self.batch - 1}):
+            with quietly():
+                yield lambda out, row=row: out[row : row + 1], self.run(self._double(inputs, row))
 
     def baselines(self) -> dict[str, Baseline]:
         """Return other implementations of the operation, by name."""
         return {}
+
+    def lengths(self, device: torch.device) -> Tensor:
+        return torch.full((self.batch,), self.context, dtype=torch.int32, device=device)
+
+    def _double(self, inputs: Inputs, row: int) -> Inputs:
+        rows = {name: tensor if name in self.unbatched else tensor[row : row + 1] for name, tensor in inputs.items()}
+        return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rows.items()}
 
 
 def random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -131,27 +143,3 @@ def quietly() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-class DecodeCase(Case):
-    """Decode case: one new token per row; all inputs except `unbatched` have the batch as first dimension."""
-
-    unbatched: ClassVar[frozenset[str]] = frozenset()
-
-    @property
-    def query_bytes(self) -> int:
-        """Bytes of queries and outputs of whole heads."""
-        return 2 * self.batch * self.shape.heads * self.shape.head_dim * self.dtype.itemsize
-
-    def exact(self, inputs: Inputs) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """Yield the first and the last row; rows are independent."""
-        for row in sorted({0, self.batch - 1}):
-            with quietly():
-                yield lambda out, row=row: out[row : row + 1], self.run(self._double(inputs, row))
-
-    def lengths(self, device: torch.device) -> Tensor:
-        return torch.full((self.batch,), self.context, dtype=torch.int32, device=device)
-
-    def _double(self, inputs: Inputs, row: int) -> Inputs:
-        rows = {name: tensor if name in self.unbatched else tensor[row : row + 1] for name, tensor in inputs.items()}
-        return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rows.items()}

@@ -61,20 +61,20 @@ def _compiled_flex() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, scale: float, block_mask=None) -> Callable[[], Tensor]:
+def flex(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Callable[[], Tensor]:
     """Return a call of compiled FlexAttention; query [B, H, T, d], key and value [B, G, S, ·].
 
     Raises:
         RuntimeError: already compiled for `MOST_COMPILED` other shapes.
     """
-    shape = (query.shape, key.shape, query.dtype, block_mask is None)
+    shape = (query.shape, key.shape, query.dtype)
     if shape not in _compiled and len(_compiled) >= MOST_COMPILED:
         raise RuntimeError(f"skipped: {MOST_COMPILED} shapes are compiled already, and each takes many seconds")
     _compiled.add(shape)
     compiled = _compiled_flex()
 
     def call() -> Tensor:
-        out = compiled(query, key, value, scale=scale, block_mask=block_mask, enable_gqa=query.shape[1] != key.shape[1])
+        out = compiled(query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
         return out.transpose(1, 2)
 
     return call

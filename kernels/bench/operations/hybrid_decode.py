@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
+from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, random
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 
 
 @dataclass(frozen=True)
-class HybridDecode(DecodeCase):
+class HybridDecode(Case):
     """Decode over `full` full KV heads and streaming ones with sinks and a window."""
 
     full: int

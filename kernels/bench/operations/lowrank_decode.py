@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
+from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, random
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 
 THETA = 500_000.0
 
 
 @dataclass(frozen=True)
-class LowRankDecode(DecodeCase):
+class LowRankDecode(Case):
     """Decode over joint latents of keys and values, of `rank` elements for every `served` KV heads."""
 
     rank: int

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
+from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, random
 from surgery.kernels.mla_decode.operator import mla_decode
 
 
 @dataclass(frozen=True)
-class MLADecode(DecodeCase):
+class MLADecode(Case):
     """Decode over a latent of `rank` elements and `rope` rotary ones."""
 
     rank: int

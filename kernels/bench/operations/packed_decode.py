@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench.case import Case, DecodeCase, Inputs, Place, generator
+from surgery.kernels.bench.case import Case, Inputs, Place, generator
 from surgery.kernels.bench.case import random as normal
 from surgery.kernels.lowrank_decode.operator import rotation_tables
 from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
@@ -44,7 +44,7 @@ def fields_of(runs: Runs) -> list[tuple[int, int, int, int]]:
 
 
 @dataclass(frozen=True)
-class MLADecodePacked(DecodeCase):
+class MLADecodePacked(Case):
     """Decode over packed rows with these runs; the first tokens are in full precision."""
 
     latent: Runs

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, Case, DecodeCase, Inputs, Place, generator, random
+from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, random
 
 
 @dataclass(frozen=True)
-class SDPA(DecodeCase):
+class SDPA(Case):
     """Decode over grouped keys and values by the backend that PyTorch chooses; the baselines are single backends."""
 
     operation: ClassVar[str] = "sdpa"
