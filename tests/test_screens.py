@@ -22,7 +22,8 @@ from surgery.console.inspection import show_inspection
 from surgery.console.recipe import show_made
 from surgery.console.verdicts import of_conversion
 from surgery.engines.table import engine_table
-from surgery.eval.report.document import read_report
+from surgery.eval.report import pareto
+from surgery.eval.report.document import compared_context, compared_share, read_report
 from surgery.eval.report.verdict import by_checkpoint
 from surgery.healing.heal import Healed
 from surgery.inspection.checks import Check, Checked
@@ -182,6 +183,23 @@ def test_an_evaluation_is_told_in_words_beside_the_rivals_next_to_it():
             if other["role"] == "variant" and other["kv"]["ratio"] <= rows[name]["kv"]["ratio"]:
                 assert loss_increase <= other["comparison"]["loss"]["difference"]
     assert any("; " in line for line in settings.values())
+
+
+def test_long_windows_are_compared_by_the_bytes_at_their_length():
+    """A residual window weighs a quarter of what it does at 1k, so a rival is smaller here that is larger there."""
+    report = read_report(ROOT / "docs" / "smollm2" / "rows-8k")
+    rows = {row["name"]: row for row in report["rows"]}
+    mla, rival = rows["mla-4"], rows["kvarn_k4v2_g128"]
+    assert compared_context(report) == 8192 and rival["kv"]["ratio"] > mla["kv"]["ratio"]
+    assert compared_share(rival, report) < compared_share(mla, report) < mla["kv"]["ratio"]
+    line = next(line for line in by_checkpoint(report) if line.startswith("mla-4: "))
+    assert "no larger, kvarn_k4v2_g128" in line and "8,192" in line
+    drawn = {point.row["name"]: point.x for point in pareto._points(report, "loss", ("results", "loss", "loss"), 1)}
+    assert drawn["kvarn_k4v2_g128"] == compared_share(rival, report) and drawn["source"] == 1
+    del rival["kv"]["by_context"]
+    assert compared_share(rival, report) == rival["kv"]["ratio"]
+    report["tasks"]["loss"]["length"] = 1024
+    assert compared_context(report) is None and compared_share(mla, report) == mla["kv"]["ratio"]
 
 
 def test_a_healing_is_told_against_what_it_began_with_and_the_source():

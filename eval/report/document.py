@@ -76,6 +76,32 @@ def finish(report: Report) -> Report:
     return report
 
 
+def compared_context(report: Report) -> int | None:
+    """Return the context of KV bytes that rows are compared at, where it is longer than that of the live bytes.
+
+    It is the longest one with predicted bytes that fits in the windows of the loss: caches with a residual window have
+    a smaller share in long windows. None: rows are compared by their live bytes.
+    """
+    live, length = dig(report, "tasks", "kv", "context"), dig(report, "tasks", "loss", "length")
+    contexts = [int(tokens) for tokens in dig(baseline_of(report) or {}, "kv", "by_context") or {}]
+    if live is None or length is None:
+        return None
+    return max((tokens for tokens in contexts if live < tokens <= length), default=None)
+
+
+def compared_share(row: ReportRow, report: Report) -> float | None:
+    """Return a row's KV bytes relative to the baseline's at `compared_context`; the live ones without a prediction."""
+    if (context := compared_context(report)) is not None and (predicted := share_at(row, report, context)) is not None:
+        return predicted
+    return dig(row, "kv", "ratio")
+
+
+def share_at(row: ReportRow, report: Report, context: int) -> float | None:
+    """Return a row's predicted KV bytes at a context length relative to the baseline's; None without a prediction."""
+    pair = [dig(each, "kv", "by_context", str(context)) for each in (row, baseline_of(report))]
+    return pair[0] / pair[1] if all(pair) else None
+
+
 def dig(value: Any, *path: str) -> Any:
     """Return the value at a path of keys in nested dicts; None if any step is missing."""
     for key in path:

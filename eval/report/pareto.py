@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from surgery.common.human import size
 from surgery.eval.report.axes import change_axis, share_axis
-from surgery.eval.report.document import is_storage
+from surgery.eval.report.document import compared_context, compared_share, is_storage
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import FAINT, INK, MUTED, REST, Look, label, looks, styled
 from surgery.eval.report.tables import Report, ReportRow, bounds, dig
@@ -45,7 +45,7 @@ def loss(report: Report) -> Figure | None:
     points = _points(report, "loss", ("results", "loss", "loss"), scale=1)
     change = _is_relative(report)
     title = f"loss, change from {label(report['baseline'])}, nats a token" if change else "loss, nats a token"
-    return _plot(report, points, title, better="low")
+    return _plot(report, points, title, better="low", context=compared_context(report))
 
 
 @styled
@@ -64,7 +64,7 @@ def _is_relative(report: Report) -> bool:
 def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) -> list[Point]:
     points = []
     for row, look in zip(report["rows"], looks(report), strict=True):
-        x = dig(row, "kv", "ratio" if _is_relative(report) else "bytes_per_token")
+        x = _bytes(row, report, compared)
         value, change = dig(row, *path), dig(row, "comparison", compared) or {}
         y = value
         if _is_relative(report):
@@ -77,7 +77,13 @@ def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) 
     return points
 
 
-def _plot(report: Report, points: list[Point], title: str, better: str) -> Figure | None:
+def _bytes(row: ReportRow, report: Report, compared: str) -> float | None:
+    if not _is_relative(report):
+        return dig(row, "kv", "bytes_per_token")
+    return compared_share(row, report) if compared == "loss" else dig(row, "kv", "ratio")
+
+
+def _plot(report: Report, points: list[Point], title: str, better: str, context: int | None = None) -> Figure | None:
     if len(points) < 2:
         return None
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
@@ -119,7 +125,8 @@ def _plot(report: Report, points: list[Point], title: str, better: str) -> Figur
         share_axis(ax, [p.x for p in points])
         heights = [value for p in points for value in (p.y, p.low, p.high)]
         change_axis(ax, heights, linear=better == "high")  # shares are bounded
-        ax.set_xlabel("KV bytes a token, share of the baseline's")
+        where = "" if context is None else f" at {context:,} tokens"
+        ax.set_xlabel(f"KV bytes a token{where}, share of the baseline's")
     else:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))

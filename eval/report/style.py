@@ -113,7 +113,7 @@ def looks(report: Report) -> list[Look]:
     repeat with other dashes.
     """
     compared = [row for role in ("checkpoint", "variant") for row in compared_rows(report, role)]
-    beaten = set(map(id, compared)) - set(map(id, frontier(compared)))
+    beaten = set(map(id, compared)) - set(map(id, frontier(compared, report)))
     drawn = sorted((row for row in report["rows"] if row.get("role") != "baseline"), key=lambda row: id(row) in beaten)
     styles = cycle((color, dashes) for dashes in DASHES for color in PALETTE)
     style = dict(zip(map(id, drawn), styles, strict=False))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from surgery.common.human import decimal, perplexity, perplexity_text, share, with_perplexity
 from surgery.common.tables.table import NONE, Cell, Column, Table
-from surgery.eval.report.document import Report, ReportRow, baseline_of, dig, is_storage
+from surgery.eval.report.document import Report, ReportRow, baseline_of, dig, is_storage, share_at
 
 Value = float | str | None
 
@@ -253,17 +253,13 @@ CONTEXTS = {1024: "1k", 8192: "8k", 32_768: "32k", 131_072: "128k"}
 def _share_at(tokens: int) -> Measure:
     """Build the column of predicted KV bytes at a context length, as a share of the baseline's."""
 
-    def value(row: ReportRow, report: Report) -> float | None:
-        pair = [dig(each, "kv", "by_context", str(tokens)) for each in (row, baseline_of(report))]
-        return pair[0] / pair[1] if all(pair) else None
-
     return Measure(
         f"KV share, {CONTEXTS[tokens]}",
         f"KV bytes at {tokens:,} tokens by formula, relative to the baseline's",
         share,
         "low",
         key=f"kv_ratio_{CONTEXTS[tokens]}",
-        value=value,
+        value=lambda row, report: share_at(row, report, tokens),
         on_terminal=False,
     )
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from surgery.common.human import cost, perplexity, perplexity_text, share
-from surgery.eval.report.document import Report, ReportRow, baseline_of, dig, is_storage
+from surgery.eval.report.document import (
+    Report,
+    ReportRow,
+    baseline_of,
+    compared_context,
+    compared_share,
+    dig,
+    is_storage,
+)
 
 
 def verdict(report: Report) -> list[str]:
@@ -16,17 +24,19 @@ def verdict(report: Report) -> list[str]:
     compared = compared_rows(report)
     if not compared:
         return []
-    best, *smaller = frontier(compared)
+    best, *smaller = frontier(compared, report)
     sentences = [f"{_lead(compared)}{_sentence(best, report)}"]
     if smaller:
-        sentences.append(f"Smaller, and beaten by no checkpoint: {'; '.join(map(_short_clause, smaller))}.")
+        sentences.append(
+            f"Smaller, and beaten by no checkpoint: {'; '.join(_short_clause(row, report) for row in smaller)}."
+        )
     return sentences
 
 
 def by_checkpoint(report: Report) -> list[str]:
     """Describe every checkpoint that was compared with a baseline, with the cheap baselines closest in bytes."""
     return [
-        f"{row['name']}: {share(row['kv']['ratio'])} of the KV bytes for {cost(_delta(row))}{_rivals(row, report)}"
+        f"{row['name']}: {_bytes(row, report)} for {cost(_delta(row))}{_rivals(row, report)}"
         for row in compared_rows(report)
     ]
 
@@ -43,9 +53,9 @@ def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
     ]
 
 
-def frontier(rows: Sequence[ReportRow]) -> list[ReportRow]:
+def frontier(rows: Sequence[ReportRow], report: Report) -> list[ReportRow]:
     """Return the Pareto front of rows in bytes and loss, lowest loss first."""
-    return [rows[index] for index in pareto_front([(_delta(row), row["kv"]["ratio"]) for row in rows])]
+    return [rows[index] for index in pareto_front([(_delta(row), compared_share(row, report)) for row in rows])]
 
 
 def pareto_front(points: Sequence[tuple[float, float]], better: str = "low") -> list[int]:
@@ -64,12 +74,11 @@ def pareto_front(points: Sequence[tuple[float, float]], better: str = "low") -> 
 
 def _sentence(row: ReportRow, report: Report) -> str:
     baseline = baseline_of(report) or {}
-    num_bytes, change = dig(row, "kv", "bytes_per_token"), perplexity(_delta(row)) - 1
+    change = perplexity(_delta(row)) - 1
     losses = [dig(each, "results", "loss", "loss") for each in (baseline, row)]
     recalls = [dig(each, "results", "recall", "accuracy") for each in (baseline, row)]
     parts = [
-        f"{row['name']}, {share(row['kv']['ratio'])} of the KV bytes"
-        + ("" if num_bytes is None else f" ({num_bytes:,.0f} a token)"),
+        f"{row['name']}, {_bytes(row, report)}",
         f"perplexity {change:+.1%}" + ("" if None in losses else f" ({_arrow(losses)})"),
         "" if None in recalls else f"recall {share(recalls[0])} → {share(recalls[1])}{_prompts(row)}",
     ]
@@ -77,10 +86,20 @@ def _sentence(row: ReportRow, report: Report) -> str:
     return ", ".join(filter(None, parts)) + rivals + "."
 
 
-def _short_clause(row: ReportRow) -> str:
+def _bytes(row: ReportRow, report: Report) -> str:
+    context, num_bytes = compared_context(report), dig(row, "kv", "bytes_per_token")
+    if context is not None:
+        return f"{share(compared_share(row, report))} of the KV bytes at {context:,} tokens"
+    return f"{share(row['kv']['ratio'])} of the KV bytes" + (
+        "" if num_bytes is None else f" ({num_bytes:,.0f} a token)"
+    )
+
+
+def _short_clause(row: ReportRow, report: Report) -> str:
     recall = dig(row, "results", "recall", "accuracy")
     recall_part = "" if recall is None else f", recall {share(recall)}{_prompts(row)}"
-    return f"{row['name']}, {share(row['kv']['ratio'])}: perplexity {perplexity(_delta(row)) - 1:+.1%}{recall_part}"
+    change = perplexity(_delta(row)) - 1
+    return f"{row['name']}, {share(compared_share(row, report))}: perplexity {change:+.1%}{recall_part}"
 
 
 def _prompts(row: ReportRow) -> str:
@@ -94,7 +113,11 @@ def _arrow(losses: Sequence[float]) -> str:
 
 def _rivals(row: ReportRow, report: Report) -> str:
     """Describe the closest cheap baselines in bytes on their Pareto front: one no larger than a row, and one larger."""
-    rivals, bytes_of = frontier(compared_rows(report, "variant")), lambda each: each["kv"]["ratio"]
+
+    def bytes_of(each: ReportRow) -> float:
+        return compared_share(each, report)
+
+    rivals = frontier(compared_rows(report, "variant"), report)
     below = max((each for each in rivals if bytes_of(each) <= bytes_of(row)), key=bytes_of, default=None)
     above = min((each for each in rivals if bytes_of(each) > bytes_of(row)), key=bytes_of, default=None)
     return "".join(
