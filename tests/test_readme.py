@@ -17,6 +17,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.named_models import asset
 from surgery.engines.trials import VLLM_CHECKED
 from surgery.engines.verdict import LOADS, LOADS_WITH, REFUSED
+from surgery.eval.report import markdown
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 from surgery.heads.pattern import HeadPattern
@@ -81,6 +82,13 @@ def test_the_table_of_the_readme_is_the_reports():
 def test_the_report_is_whole(name, file):
     assert (ROOT / "docs" / name / file).stat().st_size > 1000
     assert not read_report(ROOT / "docs" / name)["settings"]["limit"]
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_text_of_the_report_is_current(name):
+    folder = ROOT / "docs" / name
+    written = (folder / "report.md").read_text(encoding="utf-8")
+    assert written == markdown.render(read_report(folder)), "run python tools/readme.py"
 
 
 def test_recall_by_heads_that_stream_is_the_reports():

@@ -1,4 +1,4 @@
-"""Generate the README's table and picture of SmolLM2, and the HTML pages of all reports.
+"""Generate the README's table and picture of SmolLM2, and the pages of all reports.
 
 Sources are the reports in docs/smollm2/rows and docs/smollm2/rows-8k, which `surgery run recipes/smollm2-rows.yaml`
 writes.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.common.human import duration
-from surgery.eval.report import page, pareto
+from surgery.eval.report import markdown, page, pareto
 from surgery.eval.report.document import read_report
 from surgery.eval.report.style import to_svg
 from surgery.eval.report.tables import columns
@@ -29,6 +29,7 @@ PICTURE = REPORT / "quality.svg"
 SHOWN = {
     "kv_bytes_per_token": "KV B/token",
     "kv_ratio": "KV share",
+    "kv_ratio_8k": "KV share, 8k",
     "loss_change": "Δ loss",
     "perplexity": "perplexity",
     "recall": "recall",
@@ -78,10 +79,10 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
         f"prose that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
         f"{long['length']:,}{_other_conversions(report, long_report)}. Recall: "
         f"{settings['recall_prompts']} numbers planted in text and asked for at its end. Bytes are measured on the "
-        f"live cache ({report['created'][:10]}). Rows in code font are the source and its conversions, which keep "
-        "the first 4 tokens in full precision on top. The others are "
-        "[caches of engines](docs/research/engine-caches.md); oscar_int2 and kvarn are our readings of their papers, "
-        "and their shares fall with the context. Intervals and KL: "
+        f"live cache ({report['created'][:10]}), those at 8k computed. Rows in code font are the source and its "
+        "conversions, which keep the first 4 tokens in full precision on top. The others are "
+        "[caches of engines](docs/research/engine-caches.md); oscar_int2 and kvarn are our readings of their papers. "
+        "Intervals and KL: "
         "[report](docs/smollm2/rows/report.md), [in long windows](docs/smollm2/rows-8k/report.md)."
     )
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
@@ -131,5 +132,7 @@ if __name__ == "__main__":
     readme = with_parts(README.read_text(encoding="utf-8"), *parts)
     README.write_text(readme, encoding="utf-8")
     for folder in (path.parent for path in (ROOT / "docs").rglob("report.json")):
-        (folder / "report.html").write_text(page.render(read_report(folder)), encoding="utf-8")
-    print(PICTURE, README, "docs/**/report.html", sep="\n")
+        published = read_report(folder)
+        (folder / "report.html").write_text(page.render(published), encoding="utf-8")
+        (folder / "report.md").write_text(markdown.render(published), encoding="utf-8")
+    print(PICTURE, README, "docs/**/report.html", "docs/**/report.md", sep="\n")
