@@ -1,4 +1,4 @@
-"""`--to quantized` end to end on tiny models: a row of fixed bytes a token, with a basis for every head."""
+"""`--to quantized` end to end on tiny models: a row of fixed bytes per token, with a basis for every head."""
 
 import pytest
 import torch

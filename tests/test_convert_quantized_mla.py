@@ -30,7 +30,7 @@ def test_the_result_computes_and_caches_what_was_promised(name, conversions):
     rows = [entry.format.row_bytes for entry in entries]
     assert rows == report.target["row_bytes"] == [layer["row_bytes"] for layer in report.to_dict()["layers"]]
     gains = 2 * entries[0].key_gains(model.config)
-    # All that was asked for is spent, but for less than a step of four bytes; a token is 4 bytes a value here.
+    # All that was asked for is spent, but for less than a step of four bytes; a token is 4 bytes per value here.
     budget = 0.15 * report.kv["source_bytes_per_token"]
     assert budget - 4 - len(rows) < sum(rows) + gains * len(rows) <= budget
     ids = torch.arange(20)[None] + 5

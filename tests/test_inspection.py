@@ -209,9 +209,9 @@ def test_layers_that_share_a_cache_have_no_bytes_of_their_own(tmp_path):
 
 
 def test_many_kinds_of_layers_are_shown_by_ranges():
-    kinds = [f"latents of {size}, {size / 8:g} B a token" for size in (24, 1_000, 32, 40, 48, 56, 64, 64)]
-    assert _by_kind(kinds) == ["8 layers: latents of 24 to 1000, 3 to 125 B a token"]
-    assert _by_kind(kinds[-3:]) == ["1 layer: latents of 56, 7 B a token", "2 layers: latents of 64, 8 B a token"]
+    kinds = [f"latents of {size}, {size / 8:g} B per token" for size in (24, 1_000, 32, 40, 48, 56, 64, 64)]
+    assert _by_kind(kinds) == ["8 layers: latents of 24 to 1000, 3 to 125 B per token"]
+    assert _by_kind(kinds[-3:]) == ["1 layer: latents of 56, 7 B per token", "2 layers: latents of 64, 8 B per token"]
 
 
 def test_stock_mla_is_inspected(tmp_path):

@@ -70,7 +70,7 @@ def drawn(rows: Rows) -> str:
     """Render a picture as SVG: each row has a title, a bar, and a legend line per part."""
     scale, parts, y = BAR / max(sum(part.bytes for part in row) for _, row in rows), [], MARGIN
     for title, row in rows:
-        size = f"{sum(part.bytes for part in row):,.0f} B a token"
+        size = f"{sum(part.bytes for part in row):,.0f} B per token"
         parts.append(f'<text x="{MARGIN}" y="{y + 14}" font-weight="bold">{title}: {size}</text>')
         x, y = float(MARGIN), y + 22
         for part in row:

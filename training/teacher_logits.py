@@ -6,7 +6,7 @@ are written atomically, so that an interrupted run resumes with the missing ones
 different shards.
 
 A position takes 6 k + 4 bytes (k float16 values and int32 ids, one fp32 rest). A sequence of T tokens has T - 1
-positions: the last token predicts none. k = 64 takes 388 bytes a token, or 388 GB for a billion tokens.
+positions: the last token predicts none. k = 64 takes 388 bytes per token, or 388 GB for a billion tokens.
 """
 
 from __future__ import annotations

@@ -57,12 +57,12 @@ def by_source(report: Report) -> Table | None:
             parts = [dig(whole, "by_source", source, "loss") for source in across]
             lines.append((row, [*parts, whole.get("loss"), whole.get("perplexity"), whole.get("bits_per_byte")]))
     columns = [
-        *(Column(source, f"Loss of {source}, nats a token (perplexity)", with_perplexity) for source in across),
-        number("all", 4, "Mean cross-entropy, nats a token"),
+        *(Column(source, f"Loss of {source}, nats per token (perplexity)", with_perplexity) for source in across),
+        number("all", 4, "Mean cross-entropy, nats per token"),
         Column("perplexity", "exp of the mean loss", perplexity_text),
         number("bits/byte", 4, "Loss of the text in bits for each of its bytes: comparable between tokenizers"),
     ]
-    return of_rows(report, columns, lines, "Loss by source, nats a token" if across else "Loss, nats a token")
+    return of_rows(report, columns, lines, "Loss by source, nats per token" if across else "Loss, nats per token")
 
 
 def by_many_sources(report: Report) -> Table | None:
@@ -74,7 +74,7 @@ def by_many_sources(report: Report) -> Table | None:
     lines = [
         [source, *(dig(row, "results", "loss", "by_source", source, "loss") for row in rows)] for source in sources
     ]
-    return Table(columns, lines, "Loss by source, nats a token (perplexity)")
+    return Table(columns, lines, "Loss by source, nats per token (perplexity)")
 
 
 def recall(report: Report) -> Table | None:
@@ -86,7 +86,7 @@ def recall(report: Report) -> Table | None:
             change_cell = Cell(change.get("difference"), interval(change, signed_points))
             lines.append((row, [result.get("accuracy"), change_cell, result.get("prompts"), result.get("length")]))
     columns = [
-        Column("keys given back", "Share of planted keys given back, all digits right", share),
+        Column("keys returned", "Share of planted keys returned with all digits right", share),
         Column("change in points", "Difference to the baseline in percentage points, 95% interval", signed_points),
         number("prompts", 0),
         number("tokens a prompt", 0),

@@ -44,7 +44,7 @@ def loss(report: Report) -> Figure | None:
     """Plot the loss change from the baseline in nats per token, or the loss without one, against the KV share."""
     points = _points(report, "loss", ("results", "loss", "loss"), scale=1)
     change = _is_relative(report)
-    title = f"loss, change from {label(report['baseline'])}, nats a token" if change else "loss, nats a token"
+    title = f"loss, change from {label(report['baseline'])}, nats per token" if change else "loss, nats per token"
     return _plot(report, points, title, better="low", context=compared_context(report))
 
 
@@ -126,11 +126,11 @@ def _plot(report: Report, points: list[Point], title: str, better: str, context:
         heights = [value for p in points for value in (p.y, p.low, p.high)]
         change_axis(ax, heights, linear=better == "high")  # shares are bounded
         where = "" if context is None else f" at {context:,} tokens"
-        ax.set_xlabel(f"KV bytes a token{where}, share of the baseline's")
+        ax.set_xlabel(f"KV bytes per token{where}, share of the baseline's")
     else:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
-        ax.set_xlabel("KV bytes a token")
+        ax.set_xlabel("KV bytes per token")
     ax.set_ylabel(title)
     _legend(ax, {p.row.get("role") for p in points}, better)
     _name_points(figure, ax, points, best, labeled)

@@ -39,7 +39,7 @@ def loss_by_position(report: Report) -> Figure | None:
             shared = [x for x in losses if x in base]
             _line(axes[1], shared, [losses[x] - base[x] for x in shared], row, look)
     axes[0].set_title("Loss by position")
-    axes[0].set_ylabel("nats a token")
+    axes[0].set_ylabel("nats per token")
     if compares:
         axes[1].set_title(f"Change from {label(report['baseline'])}")
         change_axis(axes[1], _y_values(axes[1]))
@@ -71,7 +71,7 @@ def speed(report: Report) -> Figure | None:
         ax.set_title(f"Decoding, batch {batch}")
         context_axis(ax, [p["context"] for *_, p in points])
         decades_axis(ax, _y_values(ax))
-        ax.set_ylabel("tokens a second" if ax is axes[0] else "")
+        ax.set_ylabel("tokens per second" if ax is axes[0] else "")
     return _with_legend(figure, axes)
 
 

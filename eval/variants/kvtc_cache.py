@@ -45,7 +45,7 @@ from surgery.model.plain_cache import PlainLayer
 from surgery.model.rotary import rotation_of
 
 PRESETS = {"kvtc_8x": 8, "kvtc_16x": 16, "kvtc_32x": 32, "kvtc_64x": 64}
-"""Ratio of 16 bits a value to the bits that are allocated, before DEFLATE, by name."""
+"""Ratio of 16 bits per value to the bits that are allocated, before DEFLATE, by name."""
 
 FIRST, RECENT, STEP = 4, 112, 16
 """Tokens in full precision at the start and, at least, at the end; tokens between two encodings."""

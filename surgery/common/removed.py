@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
-WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits a value"
+WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
 REMOVED = {

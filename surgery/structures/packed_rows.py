@@ -96,7 +96,7 @@ class RowLayerReport:
     @staticmethod
     def columns() -> tuple[str, ...]:
         """Return the column heads of :meth:`cells`."""
-        return "latent", "rotated", "read too", "bytes a token", "loss over predicted", "clipped"
+        return "latent", "rotated", "read too", "bytes per token", "loss over predicted", "clipped"
 
     def cells(self) -> tuple:
         """Return the values of the layer's row in the printed table."""

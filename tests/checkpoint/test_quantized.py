@@ -130,7 +130,7 @@ def test_no_engine_is_said_to_have_run_codes(tmp_path):
         ("int4", {"weight_scale": None}, "q_proj.weight_scale: missing"),
         ("GPTQ int4", {"qzeros": None}, "q_proj.qzeros: missing"),
         ("GPTQ int4", {"scales": torch.ones(2, 3)}, "q_proj.weight: int32 .* does not fit its scales, float32"),
-        ("GPTQ int4", {"g_idx": torch.zeros(5, dtype=torch.int32)}, "q_proj.qweight: int32 .* bits a value"),
+        ("GPTQ int4", {"g_idx": torch.zeros(5, dtype=torch.int32)}, "q_proj.qweight: int32 .* bits per value"),
         ("AWQ int4", {"scales": torch.ones(3, 7)}, "q_proj.weight: int32 .* does not fit its scales, float32"),
         ("nf4", {"weight.absmax": torch.ones(3)}, "q_proj.weight: uint8 .* does not fit its scales, float32"),
         ("nf4", {"weight.quant_state.bitsandbytes__nf4": torch.tensor([91, 93]).byte()}, "no valid quantization state"),

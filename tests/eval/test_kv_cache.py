@@ -114,7 +114,7 @@ def test_a_model_without_a_cache_is_refused():
 def test_use_of_every_family(checkpoints, family):
     model = AutoModelForCausalLM.from_pretrained(checkpoints(family))
     head_dim = getattr(model.config, "head_dim", None) or SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
-    layer = 2 * SHAPE["num_key_value_heads"] * head_dim * 4  # bytes a token
+    layer = 2 * SHAPE["num_key_value_heads"] * head_dim * 4  # bytes per token
     windows = {"mistral_window": 2, "qwen2_window": 1}.get(family, 0)
     use = measure_kv(model, 100, batch=2)
     # A window of 16 needs 15 tokens before the one that attends.
@@ -133,7 +133,7 @@ def test_only_the_last_logits_are_made():
 
 
 class Packing(Embedding):
-    """Caches four bytes a token, and half of that in groups of 32."""
+    """Caches four bytes per token, and half of that in groups of 32."""
 
     def forward(self, input_ids, past_key_values=None, use_cache=True):
         past_key_values = past_key_values or SimpleNamespace(length=0)

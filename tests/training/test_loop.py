@@ -219,7 +219,7 @@ def test_no_better_held_out_loss_ends_it_and_the_best_is_written(settings):
 
 
 def test_the_first_limit_ends_it(settings):
-    assert heal_here(settings(max_tokens=300))["steps"] == 3  # 128 tokens a step
+    assert heal_here(settings(max_tokens=300))["steps"] == 3  # 128 tokens per step
     facts = heal_here(settings(name="time", max_steps=None, max_seconds=0.3, eval_every=None, held_out=0))
     assert facts["ended"] == "max_seconds reached"
 

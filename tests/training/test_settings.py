@@ -73,7 +73,7 @@ def test_the_objective_is_what_was_named_and_nothing_else():
 def test_steps_of_a_budget():
     settings = HealSettings(length=8, batch_size=2, gradient_accumulation=3, max_tokens=1000)
     assert settings.global_batch(2) == 12
-    assert settings.most_steps(2) == 11  # 96 tokens a step
+    assert settings.most_steps(2) == 11  # 96 tokens per step
     assert HealSettings(max_tokens=None, max_seconds=9).most_steps(1) is None
 
 

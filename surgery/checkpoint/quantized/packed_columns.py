@@ -151,7 +151,7 @@ def _gptq_matrix(module: str, entry: dict[str, Any], store: Store, plus: int, dt
     bits = entry.get("bits") if order is None else 32 * rows / max(order.nbytes // order.dtype.itemsize, 1)
     if bits not in BITS or 32 * rows % bits or not rows or not outputs:
         raise SurgeryError(
-            f"{module}{WORDS}: {describe(words)} of {bits} bits a value is not supported; use one of {BITS}"
+            f"{module}{WORDS}: {describe(words)} of {bits} bits per value is not supported; use one of {BITS}"
         )
     bits = int(bits)
     inputs, groups = 32 * rows // bits, scales.shape[0] if scales.shape else 0

@@ -47,7 +47,7 @@ def own_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedCon
 
 
 def mla_in_bits(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
-    """Return the config of packed rows: 4 bits a channel, all tokens but the first four."""
+    """Return the config of packed rows: 4 bits per channel, all tokens but the first four."""
     frequencies = tuple(_frequencies(rope_dim).tolist())
     runs = {"latent_runs": (("4+4", rank // 2),), "rope_runs": (("4+4", rope_dim // 2),)}
     entry = QuantizedLatentEntry(
