@@ -57,7 +57,7 @@ def cross_layer_kernel(
     key, value = (part.unflatten(-1, heads).transpose(1, 2) for part in exact[:, 0].split(module.width // 2, dim=-1))
     up_key, up_value = (up.unflatten(0, heads) for up in module.basis_up.detach().split(module.width // 2))
     if low < stop:
-        latents = layer.store.read(module.place, low, stop)
+        latents = layer.store.read(module.index_in_group, low, stop)
     else:  # nothing to rebuild yet: one latent that no query reads
         latents = tokens.new_zeros(rows, 1, 1, module.entry.rank)
     _, starts = row_bounds(mask, rows, queries, layer.seen, query.device)

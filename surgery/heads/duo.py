@@ -86,12 +86,12 @@ class DuoObjective:
     def backward(self, step: int, sequence: int) -> Tensor:
         """Backpropagate the mean squared error of hidden states, relative to the teacher's mean square."""
         tokens = self._needles.tokens[sequence][None]
-        places = self._needles.answers[sequence, 1:].nonzero()[:, 0]
+        positions = self._needles.answers[sequence, 1:].nonzero()[:, 0]
         # The same attention kernel as under gates, so that gates of 1 give a loss of 0.
-        with torch.no_grad(), tap_attention(self._model, AttentionCall.output, places):
-            teacher_states = self._states(tokens, places)
-        with gated_heads(self._model, self.gates, self._settings.sinks, self._settings.recent, places):
-            states = self._states(tokens, places)
+        with torch.no_grad(), tap_attention(self._model, AttentionCall.output, positions):
+            teacher_states = self._states(tokens, positions)
+        with gated_heads(self._model, self.gates, self._settings.sinks, self._settings.recent, positions):
+            states = self._states(tokens, positions)
             loss = (states - teacher_states).square().mean() / teacher_states.square().mean()
             loss.backward()
         return loss
@@ -116,7 +116,7 @@ class DuoObjective:
         """Return the mean gate over all heads."""
         return self.gates.detach().mean().item()
 
-    def _states(self, tokens: LongTensor, places: LongTensor) -> Tensor:
+    def _states(self, tokens: LongTensor, positions: LongTensor) -> Tensor:
         """Compute hidden states [n, hidden size] float32 after the last norm, at positions of one sequence."""
         output = self._model.base_model(input_ids=tokens.to(self._device), use_cache=False)
-        return output.last_hidden_state[0, places.to(output.last_hidden_state.device)].float()
+        return output.last_hidden_state[0, positions.to(output.last_hidden_state.device)].float()

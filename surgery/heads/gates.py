@@ -44,20 +44,20 @@ def gated_output(call: AttentionCall, gates: Tensor, sinks: int, recent: int) ->
 
 @contextmanager
 def gated_heads(
-    model: PreTrainedModel, gates: Tensor, sinks: int, recent: int, places: LongTensor | None = None
+    model: PreTrainedModel, gates: Tensor, sinks: int, recent: int, positions: LongTensor | None = None
 ) -> Iterator[None]:
     """Apply ``gates`` [L, G] float32 to the KV heads of ``model`` within a ``with`` block.
 
     A backward pass that recomputes layers must run inside the block.
 
     Args:
-        places: as in `tap_attention`.
+        positions: as in `tap_attention`.
     """
 
     def attention(call: AttentionCall) -> Tensor:
         return gated_output(call, gates[call.layer], sinks, recent)
 
-    with tap_attention(model, attention, places):
+    with tap_attention(model, attention, positions):
         yield
 
 

@@ -25,9 +25,9 @@ def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
     The call has T = S or selected query positions; its mask, such as a sliding window, applies too. Queries are
     processed in pieces with the keys that they see, so that the work grows with T, not T².
     """
-    if call.places is not None:
-        keys = torch.arange(call.key.shape[2], device=call.places.device)
-        streams = (call.places[:, None] - keys < recent) | (keys < sinks)
+    if call.positions is not None:
+        keys = torch.arange(call.key.shape[2], device=call.positions.device)
+        streams = (call.positions[:, None] - keys < recent) | (keys < sinks)
         return replace(call, mask=call.mask & streams).output()
     length, parts = call.query.shape[2], []
     piece = max(PIECE, (sinks + recent) // 2)  # longer pieces mask more of their keys, shorter ones are many
@@ -36,17 +36,17 @@ def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
         first = max(0, start - recent + 1)
         first = 0 if first <= sinks else first
         positions = torch.arange(sinks if first else 0), torch.arange(first, stop)
-        places = torch.cat(positions).to(call.query.device)
+        key_positions = torch.cat(positions).to(call.query.device)
         near = slice(first, stop)
         key, value = call.key[:, :, near], call.value[:, :, near]
         if first:
             key = torch.cat((call.key[:, :, :sinks], key), dim=2)
             value = torch.cat((call.value[:, :, :sinks], value), dim=2)
-        queries = torch.arange(start, stop, device=places.device)[:, None]
-        mask = (places <= queries) & ((queries - places < recent) | (places < sinks))
+        queries = torch.arange(start, stop, device=key_positions.device)[:, None]
+        mask = (key_positions <= queries) & ((queries - key_positions < recent) | (key_positions < sinks))
         mask = mask[None, None]
         if call.mask is not None:
-            mask = mask & call.mask[:, :, start:stop][..., places]
+            mask = mask & call.mask[:, :, start:stop][..., key_positions]
         part = replace(call, query=call.query[:, :, start:stop], key=key, value=value, mask=mask)
         parts.append(part.output())
     return torch.cat(parts, dim=1)
@@ -65,13 +65,13 @@ def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
         stop = start + query.shape[3]
         key, value = call.key[:, :, :stop].float(), call.value[:, :, :stop].float()
         queries = torch.arange(start, stop, device=key.device)[:, None]
-        places = torch.arange(stop, device=key.device)
-        dropped = (places >= sinks) & (queries - places >= recent)
+        key_positions = torch.arange(stop, device=key.device)
+        dropped = (key_positions >= sinks) & (queries - key_positions >= recent)
         count = dropped.sum(-1)
         share = dropped.float() / count.clamp(min=1)[:, None]
         mean_key, mean_value = (share @ key)[:, :, None], (share @ value)[:, :, None]  # [B, G, 1, n, ·]
         softmax = call.softmax  # hybrids do not support learned sinks
-        logits = softmax.logits(query @ key[:, :, None].mT).masked_fill(dropped | (places > queries), -torch.inf)
+        logits = softmax.logits(query @ key[:, :, None].mT).masked_fill(dropped | (key_positions > queries), -torch.inf)
         extra = softmax.logits((query * mean_key).sum(-1)) + count.log()
         weights = torch.cat((logits, extra[..., None]), dim=-1).softmax(-1)
         out = weights[..., :-1] @ value[:, :, None] + weights[..., -1:] * mean_value

@@ -114,19 +114,19 @@ def visible_mask(module: nn.Module, visible: torch.Tensor, dtype: torch.dtype) -
     return once(visible, dtype, lambda: torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, least))
 
 
-def take(tensor: torch.Tensor, places: list[int] | None, dim: int) -> torch.Tensor:
-    """Select entries along a dimension, in the order of `places`; None selects all.
+def take(tensor: torch.Tensor, indices: list[int] | None, dim: int) -> torch.Tensor:
+    """Select entries along a dimension, in the order of `indices`; None selects all.
 
     Contiguous runs are sliced and concatenated: an index tensor would be copied to the device at every step.
     """
-    if places is None:
+    if indices is None:
         return tensor
-    runs = [slice(places[0], places[0] + 1)] if places else []
-    for place in places[1:]:
-        if place == runs[-1].stop:
-            runs[-1] = slice(runs[-1].start, place + 1)
+    runs = [slice(indices[0], indices[0] + 1)] if indices else []
+    for index in indices[1:]:
+        if index == runs[-1].stop:
+            runs[-1] = slice(runs[-1].start, index + 1)
         else:
-            runs.append(slice(place, place + 1))
+            runs.append(slice(index, index + 1))
     parts = [tensor.narrow(dim, run.start, run.stop - run.start) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
@@ -202,7 +202,7 @@ def scaled_by_position(
     return query * (1 + beta * periods.log1p()).to(query.dtype)
 
 
-def places_in_cache(module: nn.Module, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+def cache_positions(module: nn.Module, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
     """Return the cache positions [1, T] of tokens [B, T, D], padding included, for families that pass none down."""
     past_length = 0 if cache is None else cache.get_seq_length(module.layer_idx)
     return torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length

@@ -130,7 +130,7 @@ class BlockwiseRows:
         units = (first.float()[..., :rank] - offset[:rank]) / step[:rank]
         exact = torch.cat((latent.columns(units), self._rope.columns(first.float()[..., rank:])), dim=-1)
         index = (padding.on(rows.device)[:, None] + torch.arange(first.shape[1]))[..., None].expand_as(exact)
-        places = torch.arange(length - tokens, length)
+        positions = torch.arange(length - tokens, length)
 
         sums = _RunningSoftmax()
         size = -(-length // -(-length // BLOCK))
@@ -144,17 +144,17 @@ class BlockwiseRows:
             if not start:
                 values.scatter_(1, index, exact)
             torch.view_as_complex(keys.unflatten(-1, (self._rope.width // 2, 2))).mul_(self._turns[: block.shape[1]])
-            turned = torch.view_as_real(turning * self._rotations(places - start)).flatten(-2)
+            turned = torch.view_as_real(turning * self._rotations(positions - start)).flatten(-2)
             scores = (torch.cat((content, turned), dim=-1).flatten(1, 2) @ values.mT).unflatten(1, query.shape[1:3])
             if gains is not None:
                 scores = (scores + constant) * gains[..., start : start + size]
-            sums.add(_masked(scores, mask, places, start), values[..., : latent.width])
+            sums.add(_masked(scores, mask, positions, start), values[..., : latent.width])
         out = sums.result()
         return latent.channel_sums(out, rank) * step[:rank] + offset[:rank]
 
-    def _rotations(self, places: Tensor) -> Tensor:
+    def _rotations(self, positions: Tensor) -> Tensor:
         """Compute e^{jθ n} [n, ρ/2] of positions [n], in fp64, as complex64."""
-        angles = places[:, None].double() * self._inv_freq
+        angles = positions[:, None].double() * self._inv_freq
         return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)
 
 
@@ -181,13 +181,13 @@ class _RunningSoftmax:
         return self._out / self._total
 
 
-def _masked(scores: Tensor, mask: Tensor | None, places: Tensor, start: int) -> Tensor:
+def _masked(scores: Tensor, mask: Tensor | None, positions: Tensor, start: int) -> Tensor:
     """Mask scores [B, H, T, n] of the keys from `start` on; hidden ones become very low but stay finite."""
     least, stop = torch.finfo(scores.dtype).min, start + scores.shape[-1]
     if mask is None:
-        if len(places) == 1:
+        if len(positions) == 1:
             return scores
-        return scores.masked_fill(places[:, None] < torch.arange(start, stop), least)
+        return scores.masked_fill(positions[:, None] < torch.arange(start, stop), least)
     mask = mask[..., start:stop]
     return scores.masked_fill(~mask, least) if mask.dtype == torch.bool else (scores + mask).clamp_min(least)
 

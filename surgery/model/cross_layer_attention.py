@@ -36,7 +36,7 @@ class GroupMember(Accelerated, nn.Module):
     block: int | None
 
     def _join_group(self, entry: GroupEntry) -> None:
-        self.entry, self.place, self.group_size = entry, entry.place, entry.group_size
+        self.entry, self.index_in_group, self.group_size = entry, entry.place, entry.group_size
         self.block, self.exact_sinks, self.window = entry.block, entry.sinks, entry.window
 
     @classmethod
@@ -88,7 +88,7 @@ class GroupMember(Accelerated, nn.Module):
         exact, extra = cache.update(tokens, extra, self.layer_idx)
         read = exact
         if reading.rebuilt[0] < reading.rebuilt[1]:
-            read = torch.cat([self.decode(layer.store.read(self.place, *reading.rebuilt)), exact], dim=-2)
+            read = torch.cat([self.decode(layer.store.read(self.index_in_group, *reading.rebuilt)), exact], dim=-2)
         layer.settle(self.encode)
         return read, extra
 

@@ -79,7 +79,7 @@ class GroupLayer(CompactLayer):
 
     Attributes:
         store: store that all layers of the group share; the layer at index 0 resets and measures it.
-        place: index of the layer in its group, from 0 on.
+        index: index of the layer in its group, from 0 on.
         block: C; None if the first piece is the only block and later tokens stay in full precision.
         seen: number of tokens seen.
         keys: full-precision tokens [B, 1, kept, n], see `exact_tokens`.
@@ -88,12 +88,12 @@ class GroupLayer(CompactLayer):
 
     form = "a cache shared by a group of layers"
 
-    def __init__(self, store: GroupStore, place: int, block: int | None, sinks: int = 0, window: int = 0) -> None:
+    def __init__(self, store: GroupStore, index: int, block: int | None, sinks: int = 0, window: int = 0) -> None:
         """Make an empty layer; ValueError unless `block` ≥ 1, `sinks` ≥ 0 and `window` ≥ 0."""
         super().__init__()
         if (block is not None and block < 1) or sinks < 0 or window < 0:
             raise ValueError(f"block must be at least 1, sinks and window at least 0, not {block}, {sinks}, {window}")
-        self.store, self.place = store, place
+        self.store, self.index = store, index
         self.block, self.sinks, self.window = block, sinks, window
         self.seen = 0
         self._first_piece = 0
@@ -151,7 +151,7 @@ class GroupLayer(CompactLayer):
         if complete:
             length = self.block or self._first_piece
             tokens = self.keys if self._pending is None else self._pending
-            self.store.write(self.place, encode(tokens[..., -length:, :]))
+            self.store.write(self.index, encode(tokens[..., -length:, :]))
         if self._pending is not None:
             tokens, (sinks, tail) = self._pending, self._kept
             exact = torch.cat([tokens[..., :sinks, :], tokens[..., tokens.shape[-2] - tail :, :]], dim=-2)
@@ -182,7 +182,7 @@ class GroupLayer(CompactLayer):
             stored = tokens // self.block * self.block
             exact = exact_tokens(tokens, self.block, self.sinks, self.window)
         numbers, indices = heads * (exact * key_dim + tokens * value_dim), 0
-        if self.place == 0:
+        if self.index == 0:
             numbers += self.store.numbers(stored, heads * key_dim)
             indices = self.store.index_bytes(stored)
         return batch * (numbers * dtype.itemsize + indices)
@@ -200,7 +200,7 @@ class GroupLayer(CompactLayer):
         self.keys = self.values = self._pending = None
         self.seen = self._first_piece = 0
         self.is_initialized = False
-        if self.place == 0:
+        if self.index == 0:
             self.store.reset()
 
     def _block_start(self, position: int) -> int:
@@ -220,7 +220,7 @@ class GroupLayer(CompactLayer):
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
             self.keys, self.values = change(self.keys), change(self.values)
-        if self.place == 0:
+        if self.index == 0:
             self.store.map_rows(change)
 
 

@@ -35,21 +35,21 @@ class GroupStore:
         """Return the settings in which two stores must agree to be interchangeable."""
         return (type(self).__name__, self.layers)
 
-    def write(self, place: int, tokens: Tensor) -> None:
-        """Write a block [B, 1, n tokens, ·] of the layer at index `place` of the group.
+    def write(self, index: int, tokens: Tensor) -> None:
+        """Write a block [B, 1, n tokens, ·] of layer `index` of the group.
 
         Raises:
             ValueError: an earlier layer of the group has not written the block.
         """
-        if place != len(self._pending):
-            raise ValueError(f"layer {place} of a group wrote its tokens before layer {len(self._pending)}")
+        if index != len(self._pending):
+            raise ValueError(f"layer {index} of a group wrote its tokens before layer {len(self._pending)}")
         self._pending.append(tokens)
         if len(self._pending) == self.layers:
             pending, self._pending = self._pending, []
             self._encode(pending)
 
-    def read(self, place: int, start: int, stop: int) -> Tensor:
-        """Read positions `start` to `stop` - 1 for the layer at index `place`, [B, 1, stop - start, ·]."""
+    def read(self, index: int, start: int, stop: int) -> Tensor:
+        """Read positions `start` to `stop` - 1 for layer `index` of the group, [B, 1, stop - start, ·]."""
         raise NotImplementedError
 
     def numbers(self, tokens: int, width: int) -> int:
@@ -104,16 +104,16 @@ class SharedCodes(GroupStore):
         """Return the stored elements: r per token."""
         return tokens * self.rank
 
-    def write(self, place: int, tokens: Tensor) -> None:
+    def write(self, index: int, tokens: Tensor) -> None:
         """Add a layer's contribution [B, 1, n tokens, r] to the latents of a block."""
-        if place and len(self._pending) != 1:
-            raise ValueError(f"layer {place} of a group wrote its tokens before layer 0")
-        self._pending = [tokens if place == 0 else self._pending[0] + tokens]
-        if place == self.layers - 1:
+        if index and len(self._pending) != 1:
+            raise ValueError(f"layer {index} of a group wrote its tokens before layer 0")
+        self._pending = [tokens if index == 0 else self._pending[0] + tokens]
+        if index == self.layers - 1:
             codes = self._pending.pop()
             self._append("codes", codes, codes.shape[-2])
 
-    def read(self, place: int, start: int, stop: int) -> Tensor:
+    def read(self, index: int, start: int, stop: int) -> Tensor:
         """Read the latents [B, 1, stop - start, r], the same for every layer."""
         return self.codes[..., start:stop, :]
 
@@ -147,10 +147,10 @@ class PromptBasis(GroupStore):
             total += min(rank, tokens, self.layers * side) * (tokens + self.layers * side)
         return total
 
-    def read(self, place: int, start: int, stop: int) -> Tensor:
+    def read(self, index: int, start: int, stop: int) -> Tensor:
         """Read rebuilt tokens [B, 1, stop - start, n]."""
-        keys = self.key_codes[..., start:stop, :] @ self.key_up[:, None, place].mT
-        values = self.value_codes[..., start:stop, :] @ self.value_up[:, None, place].mT
+        keys = self.key_codes[..., start:stop, :] @ self.key_up[:, None, index].mT
+        values = self.value_codes[..., start:stop, :] @ self.value_up[:, None, index].mT
         return torch.cat([keys, values], dim=-1)
 
     def _encode(self, blocks: list[Tensor]) -> None:
@@ -196,16 +196,16 @@ class MergedPairs(GroupStore):
         """Return the bytes of `exact_slots`."""
         return tokens // self.block * self.kept * 2 * torch.int32.itemsize
 
-    def read(self, place: int, start: int, stop: int) -> Tensor:
-        """Read tokens [B, 1, stop - start, n] of the layer at index `place`: its norms times shared directions."""
+    def read(self, index: int, start: int, stop: int) -> Tensor:
+        """Read tokens [B, 1, stop - start, n] of layer `index` of the group: its norms times shared directions."""
         parts = []
-        norms = self.norms.chunk(2, dim=-1)[place].chunk(2, dim=-1)
-        for index, span in enumerate(self._spans(self.directions.shape[-1])):
+        norms = self.norms.chunk(2, dim=-1)[index].chunk(2, dim=-1)
+        for half, span in enumerate(self._spans(self.directions.shape[-1])):
             direction = self.directions[..., span].unflatten(-1, (self.heads, -1))
-            merged = (direction * norms[index].unsqueeze(-1)).flatten(-2)
+            merged = (direction * norms[half].unsqueeze(-1)).flatten(-2)
             if self.kept:
-                exact = self.exact[:, place, None, :, span]
-                slots = self.exact_slots[:, None, index, :, None].long().expand_as(exact)
+                exact = self.exact[:, index, None, :, span]
+                slots = self.exact_slots[:, None, half, :, None].long().expand_as(exact)
                 merged = merged.scatter(2, slots, exact)
             parts.append(merged[..., start:stop, :])
         return torch.cat(parts, dim=-1)

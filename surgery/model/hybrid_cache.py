@@ -185,10 +185,10 @@ class StreamingLayer(SinkWindowLayer):
 
         def counts() -> tuple[Tensor, Tensor, Tensor]:
             """Return the mask of leaving tokens that are no sinks, and dropped tokens per query: leaving, and all."""
-            places = start + torch.arange(leaving, device=keys.device)
+            positions = start + torch.arange(leaving, device=keys.device)
             own = torch.arange(first, self.seen, device=keys.device)
             count = (own + 1 - self.recent - self.sinks - rows[:, None]).clamp(min=0)
-            counted = (places >= rows[:, None] + self.sinks)[:, None, :, None]
+            counted = (positions >= rows[:, None] + self.sinks)[:, None, :, None]
             return counted, (own - self.recent + 1 - start).clamp(min=0), count
 
         key = StreamingLayer._drop, self.sinks, self.recent, start, leaving, self.seen

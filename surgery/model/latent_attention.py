@@ -21,8 +21,8 @@ from .attention_functions import (
     Accelerated,
     attend,
     begin_as,
+    cache_positions,
     gated,
-    places_in_cache,
     project_queries,
     rotate_pairs,
     scaled_by_position,
@@ -154,7 +154,7 @@ class LatentAttention(Accelerated, nn.Module):
         """
         batch, num_tokens, _ = hidden_states.shape
         if position_ids is None:
-            position_ids = places_in_cache(self, hidden_states, cache)
+            position_ids = cache_positions(self, hidden_states, cache)
         cos, sin = self.rotary(position_ids if axis_positions is None else axis_positions[..., -num_tokens:])
         query, gate = project_queries(self, hidden_states)
         query = scaled_by_position(self, self._latent_query(query, cos, sin), position_ids)

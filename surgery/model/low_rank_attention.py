@@ -221,14 +221,16 @@ class LowRankAttention(Accelerated, nn.Module):
             self.shared_latents[self.layer_idx] = latent
 
         key, value = self._rebuilt(latent, self._full)
-        places = torch.arange(length, device=latent.device) + first
-        key = self._rotated(key, places, axis_positions)
+        key_slots = torch.arange(length, device=latent.device) + first
+        key = self._rotated(key, key_slots, axis_positions)
         if self.window:
             exact_key, exact_value = exact.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))[:, 0].chunk(2, dim=2)
             exact_key = self._rotated(exact_key.transpose(1, 2), exact_slots, axis_positions)
             key = torch.cat((key, exact_key), dim=2)
             value = torch.cat((value, exact_value.transpose(1, 2)), dim=2)
-            attention_mask = visible_mask(self, self._mask(attention_mask, visible, slots, places, layer), query.dtype)
+            attention_mask = visible_mask(
+                self, self._mask(attention_mask, visible, slots, key_slots, layer), query.dtype
+            )
 
         out, weights = attend(self, query, key, value, attention_mask, **kwargs)
         if self.window and weights is not None:  # add up a token's rebuilt and full-precision columns
@@ -273,7 +275,7 @@ class LowRankAttention(Accelerated, nn.Module):
         keys = [head for number in numbers for head in entry.blocks[number].keys]
         values = [head for number in numbers for head in entry.blocks[number].values]
         heads, size = sorted(keys), self.num_key_value_groups
-        queries = [head * size + place for head in heads for place in range(size)]
+        queries = [head * size + offset for head in heads for offset in range(size)]
         return _Part(numbers, heads, queries, _order(keys), _order(values))
 
     def _cached(self, latent: torch.Tensor, cache: Cache | None, left_padding: LeftPadding | None) -> torch.Tensor:
@@ -325,11 +327,11 @@ class LowRankAttention(Accelerated, nn.Module):
         (rotary,) = self.rotary
         return self.rotate(heads, *rotary(heads, slots))
 
-    def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _causal(self, mask: torch.Tensor | None, slots: torch.Tensor, key_slots: torch.Tensor) -> torch.Tensor:
         """Return the mask of keys that are visible, rebuilt or in full precision, bool [B or 1, 1, T, S]."""
         if mask is None:
-            return (slots[:, None] >= places)[None, None]
-        mask = mask[..., : len(places)]
+            return (slots[:, None] >= key_slots)[None, None]
+        mask = mask[..., : len(key_slots)]
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
     def _mask(
@@ -337,15 +339,15 @@ class LowRankAttention(Accelerated, nn.Module):
         mask: torch.Tensor | None,
         visible: torch.Tensor,
         slots: torch.Tensor,
-        places: torch.Tensor,
+        key_slots: torch.Tensor,
         layer: ExactWindowLayer,
     ) -> torch.Tensor:
         """Return the mask of rebuilt and then full-precision keys, bool [B, 1, T, S + E], memoized for equal layers."""
 
         def make() -> torch.Tensor:
             start = layer.padding.on(slots.device)[:, None, None]
-            exact = (slots[:, None] - places < self.window) | (places - start < self.exact_sinks)
-            rebuilt = self._causal(mask, slots, places) & ~exact[:, None]
+            exact = (slots[:, None] - key_slots < self.window) | (key_slots - start < self.exact_sinks)
+            rebuilt = self._causal(mask, slots, key_slots) & ~exact[:, None]
             return torch.cat((rebuilt, visible.expand(len(rebuilt), -1, -1, -1)), dim=-1)
 
         # In a step all layers have the same mask tensor, and those with equal windows the same `visible`.

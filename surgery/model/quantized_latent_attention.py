@@ -79,11 +79,13 @@ class QuantizedLatentAttention(LatentAttention):
         new = self.cache_layer_of(self.entry, None, None)
         layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         past_length, values = layer.get_seq_length(), self.kv_down(hidden_states).unsqueeze(1)
-        places = torch.arange(past_length + num_tokens, device=values.device)[None]
-        positions = places if axis_positions is None else axis_positions
+        cache_positions = torch.arange(past_length + num_tokens, device=values.device)[None]
+        positions = cache_positions if axis_positions is None else axis_positions
         query, gate = project_queries(self, hidden_states)
         query = query.transpose(1, 2)
-        query = scaled_by_position(self, query, places[:, past_length:] if position_ids is None else position_ids)
+        query = scaled_by_position(
+            self, query, cache_positions[:, past_length:] if position_ids is None else position_ids
+        )
         kwargs |= {"sliding_window": self.sliding_window, "position_ids": position_ids}
         if (heads := self._expanded_heads(num_tokens)) is not None:
             read, gains = self._read(*self._cached(values, hidden_states, layer), values, layer)

@@ -107,15 +107,15 @@ class SinkWindowLayer(CompactLayer):
             # The next token sees all kept tokens; no need to compute that in a decode step.
             keys = sinks + self.seen - self.window_start + 1
             return torch.ones(len(padding), 1, 1, keys, dtype=torch.bool, device=device)
-        places = self.slots(queries, device)
-        filled = torch.ones_like(places, dtype=torch.bool)
-        filled[:, :sinks] = places[:, :sinks] < self.window_start
-        filled, places = filled[:, None], places[:, None]
+        positions = self.slots(queries, device)
+        filled = torch.ones_like(positions, dtype=torch.bool)
+        filled[:, :sinks] = positions[:, :sinks] < self.window_start
+        filled, positions = filled[:, None], positions[:, None]
         own = torch.arange(self.seen, self.seen + queries, device=device).view(1, -1, 1)
         first = padding.view(-1, 1, 1)
-        near = (own - places < self.recent) | (places - first < self.sinks)
-        visible = filled & (places >= first) & (places <= own) & near
-        return (visible | (filled & (places == own)))[:, None]
+        near = (own - positions < self.recent) | (positions - first < self.sinks)
+        visible = filled & (positions >= first) & (positions <= own) & near
+        return (visible | (filled & (positions == own)))[:, None]
 
     def _slots(self, queries: int, device: torch.device) -> Tensor:
         padding = self.padding.on(device).view(-1, 1)
@@ -171,10 +171,10 @@ class SinkWindowLayer(CompactLayer):
         if start - padding.most >= self.sinks:  # complete in every row already
             return
         slots = torch.arange(max(0, min(self.sinks, new_start - padding.least)), device=keys.device)
-        places = padding.on(keys.device)[:, None] + slots
+        positions = padding.on(keys.device)[:, None] + slots
         num_sinks = self.sink_keys.shape[-2]
         # Empty slots take any token; `visible` hides them.
-        index = torch.where(places < start, slots, places - start + num_sinks).clamp_(max=keys.shape[-2] - 1)
+        index = torch.where(positions < start, slots, positions - start + num_sinks).clamp_(max=keys.shape[-2] - 1)
         index = index[:, None, :, None].expand(-1, keys.shape[1], -1, -1)
         sinks = (tokens.gather(2, index.expand(-1, -1, -1, tokens.shape[-1])) for tokens in (keys, values))
         self.sink_keys, self.sink_values = (

@@ -89,9 +89,9 @@ class TokenCacheLayer(CompactLayer):
         reach = min(values.shape[-2], self.padding.most + self.first)
         if not self.first or not reach:
             return values
-        place = torch.arange(reach, device=values.device) - self.padding.on(values.device)[:, None]  # [B, reach]
-        index = place.clamp(0, self.first - 1)[:, None, :, None].expand(-1, 1, -1, values.shape[-1])
-        is_first = ((place >= 0) & (place < self.first))[:, None, :, None]
+        position = torch.arange(reach, device=values.device) - self.padding.on(values.device)[:, None]  # [B, reach]
+        index = position.clamp(0, self.first - 1)[:, None, :, None].expand(-1, 1, -1, values.shape[-1])
+        is_first = ((position >= 0) & (position < self.first))[:, None, :, None]
         head = torch.where(is_first, self.values.gather(-2, index).to(values.dtype), values[..., :reach, :])
         return torch.cat([head, values[..., reach:, :]], dim=-2)
 

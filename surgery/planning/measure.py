@@ -117,22 +117,21 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
     state = work.snapshots.last(loop, Scored) or {}
     scored = state.get("scored")
     if scored is None:
-        # `places` maps rows to keys of `states`; rows with equal hidden states share one.
-        places, states = state.get("places", [0] * len(rows)), state.get("states") or {0: stream.embed(held_out.tokens)}
+        # `keys` maps rows to keys of `states`; rows with equal hidden states share one.
+        keys, states = state.get("places", [0] * len(rows)), state.get("states") or {0: stream.embed(held_out.tokens)}
         with work.progress.phase(f"try {len(candidates)} candidates", opened.layers) as advance:
             first = state.get("layer", 0)
             advance(first)
             for index in range(first, opened.layers):
                 runs = [
-                    (0 if number and rows[number].leaves(index) else number, place)
-                    for number, place in enumerate(places)
+                    (0 if number and rows[number].leaves(index) else number, key) for number, key in enumerate(keys)
                 ]
                 distinct = list(dict.fromkeys(runs))
-                remaining, outputs = Counter(place for _, place in distinct), {}
+                remaining, outputs = Counter(key for _, key in distinct), {}
                 with stream.layer(index) as layer:
-                    for number, place in sorted(distinct):
-                        remaining[place] -= 1
-                        hidden = states[place].clone() if remaining[place] else states.pop(place)
+                    for number, key in sorted(distinct):
+                        remaining[key] -= 1
+                        hidden = states[key].clone() if remaining[key] else states.pop(key)
                         attention, group = None, range(index, index + 1)
                         if number:
                             group = rows[number].group(index)
@@ -142,15 +141,15 @@ def measure(candidates: Sequence[Weighed], work: ConversionContext, held_out: He
                             hidden = stream.run_layer(layer, hidden, batch, attention)
                         elif index == group.start:  # runs all layers of the group
                             hidden = rows[number].pass_group(work, group, hidden)
-                        outputs[distinct.index((number, place))] = hidden
-                places, states = [distinct.index(run) for run in runs], outputs
-                snapshot = {"places": places, "states": states, "layer": index + 1}
+                        outputs[distinct.index((number, key))] = hidden
+                keys, states = [distinct.index(run) for run in runs], outputs
+                snapshot = {"places": keys, "states": states, "layer": index + 1}
                 work.snapshots.take(loop, lambda snapshot=snapshot: snapshot)
                 advance()
-        losses = {place: _token_losses(work, held_out, hidden) for place, hidden in states.items()}
-        source = losses[places[0]]
-        by_place = {place: _score(work, held_out, hidden, losses[place], source) for place, hidden in states.items()}
-        scored = [by_place[place] for place in places]
+        losses = {key: _token_losses(work, held_out, hidden) for key, hidden in states.items()}
+        source = losses[keys[0]]
+        scored_by_key = {key: _score(work, held_out, hidden, losses[key], source) for key, hidden in states.items()}
+        scored = [scored_by_key[key] for key in keys]
         work.snapshots.take(loop, lambda: {"scored": scored})
     return Carried(scored[0], scored[1:])
 

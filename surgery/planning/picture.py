@@ -40,8 +40,8 @@ def draw(plan: Plan) -> Figure:
             }
             axes.plot(*zip(*points, strict=True), label=kind, **look)
         choice = plan.chosen
-        place = 100 * choice.kv_ratio, max(choice.loss_increase, LEAST)
-        axes.plot(*place, marker="o", markersize=13, fillstyle="none", color=INK, linestyle="none", label="the choice")
+        point = 100 * choice.kv_ratio, max(choice.loss_increase, LEAST)
+        axes.plot(*point, marker="o", markersize=13, fillstyle="none", color=INK, linestyle="none", label="the choice")
         if plan.budget["kv_ratio"] is not None:
             axes.axvline(100 * plan.budget["kv_ratio"], color=INK, linewidth=0.8, linestyle=":")
         axes.set(xscale="log", yscale="log", xlabel="KV bytes, % of the source's, log scale")

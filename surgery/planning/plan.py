@@ -193,7 +193,7 @@ def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: fl
     format, layer by layer, with all other layers in full precision.
     """
     behind = far_behind(rounds.rows())
-    near = [each for place, each in enumerate(rounds.weighed) if place not in behind and isinstance(each, EngineFormat)]
+    near = [each for index, each in enumerate(rounds.weighed) if index not in behind and isinstance(each, EngineFormat)]
     formats = [each for each in near if each.format.skips_layers and not any(map(each.leaves, each.full_attention))]
     if not any(each.filled(share * source_bytes, each.full_attention) for each in formats for share in shares):
         return []
@@ -227,9 +227,9 @@ def open_work(
     with ExitStack() as stack:
         if out is not None:
             facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
-            place = out.with_name(f"{out.name}.statistics")
+            folder = out.with_name(f"{out.name}.statistics")
             with progress.step(1, STEPS):
-                unfinished = stack.enter_context(Unfinished(place, opened.reader, facts, progress, restart=restart))
+                unfinished = stack.enter_context(Unfinished(folder, opened.reader, facts, progress, restart=restart))
             snapshots = unfinished.snapshots
         texts = replace(texts, held_out=untried)
         work = ConversionContext.in_folder(snapshots, opened, settings, texts, progress)

@@ -50,12 +50,12 @@ class Rounds:
         Args:
             twice: whether candidates above the budget, which cannot be chosen, enter the second round, too.
         """
-        places = range(len(self.weighed), len(self.weighed) + len(candidates))
+        indices = range(len(self.weighed), len(self.weighed) + len(candidates))
         self.weighed += candidates
-        self._measure_on(places, self._first)
+        self._measure_on(indices, self._first)
         rows = self.rows()
         behind = far_behind(rows, self._share)
-        due = [place for place in places if place not in behind and (twice or rows[place].fits_share(self._share))]
+        due = [index for index in indices if index not in behind and (twice or rows[index].fits_share(self._share))]
         self._measure_on(due, self._second)
 
     def on_first(self, candidates: Sequence[Weighed]) -> list[Scored]:
@@ -66,14 +66,14 @@ class Rounds:
         """Measure the contenders for the choice in the last round."""
         self._measure_on(contenders(self.rows(), self._share, max_loss), self._last)
 
-    def _measure_on(self, places: Sequence[int], part: HeldOut) -> None:
-        """Measure the candidates at the indices ``places`` on a part of the text, and merge the scores."""
-        if not places or not part.texts:
+    def _measure_on(self, indices: Sequence[int], part: HeldOut) -> None:
+        """Measure the candidates at the indices ``indices`` on a part of the text, and merge the scores."""
+        if not indices or not part.texts:
             return
-        carried = self._measure([self.weighed[place] for place in places], part)
-        for place, score in zip(places, carried.scored, strict=True):
-            if place == len(self.scores):
+        carried = self._measure([self.weighed[index] for index in indices], part)
+        for index, score in zip(indices, carried.scored, strict=True):
+            if index == len(self.scores):
                 self.scores.append((score, carried.source))
             else:
-                own, source = self.scores[place]
-                self.scores[place] = own.merge_with(score), source.merge_with(carried.source)
+                own, source = self.scores[index]
+                self.scores[index] = own.merge_with(score), source.merge_with(carried.source)

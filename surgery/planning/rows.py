@@ -133,7 +133,7 @@ def far_behind(rows: Sequence[Row], share: float | None = None) -> set[int]:
         no_larger = other.kv_bytes <= row.kv_bytes or both_fit
         return no_larger and other.cost < row.cost and FAR * other.drift < row.drift
 
-    return {place for place, row in enumerate(rows) if any(is_far(row, other) for other in rows)}
+    return {index for index, row in enumerate(rows) if any(is_far(row, other) for other in rows)}
 
 
 def alike(rows: Sequence[Row], share: float) -> list[int]:
@@ -143,14 +143,14 @@ def alike(rows: Sequence[Row], share: float) -> list[int]:
     texts, the lowest cost is chance and does not generalize to other text, while drift has far less noise. Fewer bytes
     do not count: the user has the budget that they state.
     """
-    fitting = [place for place, row in enumerate(rows) if row.fits_share(share)]
+    fitting = [index for index, row in enumerate(rows) if row.fits_share(share)]
     if not fitting:
         return []
     behind = far_behind(rows, share)  # measured on fewer texts, with less certainty
-    fitting = [place for place in fitting if place not in behind]
-    best = rows[min(fitting, key=lambda place: rows[place].cost)]
-    level = [place for place in fitting if rows[place] is best or not _is_significantly_worse(rows[place], best)]
-    return sorted(level, key=lambda place: rows[place].drift)
+    fitting = [index for index in fitting if index not in behind]
+    best = rows[min(fitting, key=lambda index: rows[index].cost)]
+    level = [index for index in fitting if rows[index] is best or not _is_significantly_worse(rows[index], best)]
+    return sorted(level, key=lambda index: rows[index].drift)
 
 
 def _is_significantly_worse(row: Row, other: Row) -> bool:
@@ -170,9 +170,9 @@ def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None)
         return level if len(level) > 1 else []
     sizes = [row.kv_bytes for row in rows if row.high is not None and row.high <= max_loss]
     largest = min(sizes, default=math.inf)
-    doubtful = [place for place, row in enumerate(rows) if row.low is not None and row.low <= max_loss < row.high]
-    smaller = [place for place in doubtful if rows[place].kv_bytes < largest]
-    return sorted(smaller, key=lambda place: rows[place].kv_bytes)[:CONTENDERS]
+    doubtful = [index for index, row in enumerate(rows) if row.low is not None and row.low <= max_loss < row.high]
+    smaller = [index for index in doubtful if rows[index].kv_bytes < largest]
+    return sorted(smaller, key=lambda index: rows[index].kv_bytes)[:CONTENDERS]
 
 
 def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> int:
@@ -193,7 +193,7 @@ def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> 
                 f"{cost(least.loss_increase)}: {least.command}"
             )
         return fitting[0]
-    meeting = [place for place, row in enumerate(rows) if row.loss_increase <= max_loss]
+    meeting = [index for index, row in enumerate(rows) if row.loss_increase <= max_loss]
     if not meeting:
         least = min(rows, key=lambda row: row.loss_increase)
         raise SurgeryError(
@@ -201,4 +201,4 @@ def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> 
             f"the smallest increase is {cost(least.loss_increase)}, at "
             f"{least.kv_ratio:.1%} of the KV bytes: {least.command}"
         )
-    return min(meeting, key=lambda place: rows[place].kv_bytes)
+    return min(meeting, key=lambda index: rows[index].kv_bytes)

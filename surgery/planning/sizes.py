@@ -36,7 +36,7 @@ def first_round(candidates: Candidates, share: float | None) -> list[Sized]:
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
     """Return the candidates that are not far behind, resized to the shares around the budget."""
     behind, configs, resized = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []
-    near = [each for place, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and place not in behind]
+    near = [each for index, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and index not in behind]
     for each in near:
         for other in neighboring_shares(share):
             sized = _resized(each, other, candidates)
@@ -72,8 +72,8 @@ def search_by_loss(
         for (share, loss, sized), (next_share, next_loss, _) in pairwise(points):
             if 0 < next_loss < AIM * max_loss and loss > max_loss:
                 # Between two measured points the loss is close to a power of the share.
-                place = math.log(AIM * max_loss / loss) / math.log(next_loss / loss)
-                target_share = share * (next_share / share) ** place
+                exponent = math.log(AIM * max_loss / loss) / math.log(next_loss / loss)
+                target_share = share * (next_share / share) ** exponent
                 resized.append(_resized(sized, target_share, candidates))
     if more := list(filter(None, resized)):
         add(more)

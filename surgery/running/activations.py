@@ -51,18 +51,18 @@ class ActivationMemory:
         size = math.prod(shape) * dtype.itemsize
         if self._limit is None or not size:
             return torch.empty(shape, dtype=dtype, device=device)
-        place = "used" if self.used + size <= self._limit else "spilled"
-        if place == "used":
+        counter = "used" if self.used + size <= self._limit else "spilled"
+        if counter == "used":
             buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             with disk_errors(self._folder), tempfile.TemporaryFile(dir=self._folder) as file:
                 # Allocate the blocks: writing to a map on a full disk kills the process.
                 os.posix_fallocate(file.fileno(), 0, size)
                 buffer = mmap.mmap(file.fileno(), size)
-        self._count(place, size)
-        weakref.finalize(buffer, self._count, place, -size)
+        self._count(counter, size)
+        weakref.finalize(buffer, self._count, counter, -size)
         tensor = torch.frombuffer(buffer, dtype=dtype).view(*shape)
-        if place == "spilled":
+        if counter == "spilled":
             _MAPS[tensor.untyped_storage().data_ptr()] = buffer
         return tensor
 
@@ -78,8 +78,8 @@ class ActivationMemory:
             give_back(target, tensor)
         return target
 
-    def _count(self, place: str, size: int) -> None:
-        setattr(self, place, getattr(self, place) + size)
+    def _count(self, counter: str, size: int) -> None:
+        setattr(self, counter, getattr(self, counter) + size)
 
 
 def map_file(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

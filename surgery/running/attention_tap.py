@@ -36,7 +36,7 @@ class AttentionCall:
         mask: keys visible to each query, bool [B or 1, 1, T, S]; None for causal attention with T = S.
         scaling: scale of the scores before the softmax.
         softcap, sinks: as in :class:`surgery.families.softmax.Softmax`.
-        places: positions [T] of the queries among the keys; None for the last T.
+        positions: positions [T] of the queries among the keys; None for the last T.
     """
 
     layer: int
@@ -47,7 +47,7 @@ class AttentionCall:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    places: LongTensor | None = None
+    positions: LongTensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -79,14 +79,14 @@ class AttentionCall:
             sinks=None if self.sinks is None else self.sinks[queries],
         )
 
-    def at(self, places: LongTensor) -> AttentionCall:
+    def at(self, positions: LongTensor) -> AttentionCall:
         """Select the queries at given positions; requires T = S."""
-        places = places.to(self.query.device)
+        positions = positions.to(self.query.device)
         if self.mask is None:
-            mask = (torch.arange(self.key.shape[2], device=places.device) <= places[:, None])[None, None]
+            mask = (torch.arange(self.key.shape[2], device=positions.device) <= positions[:, None])[None, None]
         else:
-            mask = self.mask[:, :, places]
-        return replace(self, query=self.query[:, :, places], mask=mask, places=places)
+            mask = self.mask[:, :, positions]
+        return replace(self, query=self.query[:, :, positions], mask=mask, positions=positions)
 
     def output(self) -> Tensor:
         """Return the attention output, [B, T, H, v]."""
@@ -99,14 +99,14 @@ AttentionFunction = Callable[[AttentionCall], Tensor]
 
 @contextmanager
 def tap_attention(
-    model: PreTrainedModel, function: AttentionFunction, places: LongTensor | None = None
+    model: PreTrainedModel, function: AttentionFunction, positions: LongTensor | None = None
 ) -> Iterator[None]:
     """Let ``function`` compute the attention of all layers of ``model`` in a ``with`` block.
 
     Gradient checkpointing calls it again on recomputation. Dropout is omitted.
 
     Args:
-        places: positions of the tokens whose outputs are needed, in calls with T = S: the last layer computes only
+        positions: positions of the tokens whose outputs are needed, in calls with T = S: the last layer computes only
             these. None for all.
 
     Raises:
@@ -132,9 +132,9 @@ def tap_attention(
         attention.config._attn_implementation = NAME
         attention.surgery_tap = function
     hooks = []
-    if places is not None:
-        attentions[-1].surgery_tap = partial(_output_at_places, function, places)
-        hooks = _restrict_to_places(getattr(model.base_model.layers[-1], "mlp", None), places)
+    if positions is not None:
+        attentions[-1].surgery_tap = partial(_output_at_positions, function, positions)
+        hooks = _restrict_to_positions(getattr(model.base_model.layers[-1], "mlp", None), positions)
     try:
         yield
     finally:
@@ -146,11 +146,11 @@ def tap_attention(
             config._attn_implementation = implementation
 
 
-def _output_at_places(function: AttentionFunction, places: LongTensor, call: AttentionCall) -> Tensor:
-    return _scatter(function(call.at(places)), places, call.query.shape[2])
+def _output_at_positions(function: AttentionFunction, positions: LongTensor, call: AttentionCall) -> Tensor:
+    return _scatter(function(call.at(positions)), positions, call.query.shape[2])
 
 
-def _restrict_to_places(module: nn.Module | None, places: LongTensor) -> list[RemovableHandle]:
+def _restrict_to_positions(module: nn.Module | None, positions: LongTensor) -> list[RemovableHandle]:
     """Restrict a per-token module [B, T, D] to given positions; outputs elsewhere are zero."""
     if module is None:
         return []
@@ -159,20 +159,20 @@ def _restrict_to_places(module: nn.Module | None, places: LongTensor) -> list[Re
     def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         nonlocal length
         length = args[0].shape[1]
-        return args[0][:, places.to(args[0].device)], *args[1:]
+        return args[0][:, positions.to(args[0].device)], *args[1:]
 
     def spread(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple) -> Tensor | tuple:
         if isinstance(output, tuple):  # gpt-oss also returns router scores
-            return _scatter(output[0], places, length), *output[1:]
-        return _scatter(output, places, length)
+            return _scatter(output[0], positions, length), *output[1:]
+        return _scatter(output, positions, length)
 
     return [module.register_forward_pre_hook(pick), module.register_forward_hook(spread)]
 
 
-def _scatter(output: Tensor, places: LongTensor, length: int) -> Tensor:
+def _scatter(output: Tensor, positions: LongTensor, length: int) -> Tensor:
     """Scatter [B, n, ...] to its positions in [B, length, ...], zero elsewhere."""
     everywhere = output.new_zeros(len(output), length, *output.shape[2:])
-    return everywhere.index_copy(1, places.to(output.device), output)
+    return everywhere.index_copy(1, positions.to(output.device), output)
 
 
 def _attention(

@@ -149,11 +149,11 @@ class LayerStream:
         """Load a decoder of layers [start, stop), without vocabulary and final norm."""
         state: dict[str, Tensor] = {}
         for index in range(start, stop):
-            prefix, place = LAYER_PREFIX.format(layer=index), LAYER_PREFIX.format(layer=index - start)
+            prefix, renumbered = LAYER_PREFIX.format(layer=index), LAYER_PREFIX.format(layer=index - start)
             tensors = self.reader.tensors(prefix)
             if not tensors:
                 raise SurgeryError.at(self.reader.path, f"layer {index} has no tensors; download the checkpoint again")
-            state |= {place + name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+            state |= {renumbered + name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         hidden = self.config.hidden_size
         state["model.embed_tokens.weight"] = torch.zeros(1, hidden)
         state["model.norm.weight"] = torch.ones(hidden)
@@ -270,7 +270,7 @@ class LayerStream:
             leaf = hidden.to(self.device, self.dtype).detach().requires_grad_()
             normed = self.final_norm(leaf)
         flat, cap = normed.detach().flatten(0, 1), logit_cap(self.config)
-        chance, place = sampling_numbers(len(flat), generator).to(self.device)
+        chance, quantile = sampling_numbers(len(flat), generator).to(self.device)
         expected = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         drawn, maximum = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
         for _, weight in self.output_slices():
@@ -285,7 +285,7 @@ class LayerStream:
                 low, width = torch.where(takes, 0, share), torch.where(takes, share, 1 - share)
                 chance[rows] = (chance[rows] - low) / width
                 cumulative = probability.cumsum(-1)
-                threshold = place[rows, None].to(cumulative) * cumulative[:, -1:]
+                threshold = quantile[rows, None].to(cumulative) * cumulative[:, -1:]
                 label = torch.searchsorted(cumulative, threshold, right=True).clamp_max(len(weight) - 1)
                 row = weight[label[:, 0]].to(drawn)
                 if cap is not None:
@@ -361,7 +361,7 @@ def _joined_config(singles: list):
     for name in (*per_layer(config), *own):
         setattr(config, name, [entry for single in singles for entry in getattr(single, name)])
     if getattr(config, "mlp_only_layers", None) is not None:
-        config.mlp_only_layers = [place for place, single in enumerate(singles) if single.mlp_only_layers]
+        config.mlp_only_layers = [index for index, single in enumerate(singles) if single.mlp_only_layers]
     if getattr(config, "first_k_dense_replace", None) is not None:  # dense layers come first
         config.first_k_dense_replace = sum(bool(single.first_k_dense_replace) for single in singles)
     if hasattr(config, "scale_depth"):  # MiniCPM3 divides it by the square root of the number of layers

@@ -89,9 +89,9 @@ def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:
     def rebuild(blocks: list[Tensor]) -> list[Tensor]:
         tokens, width = blocks[0].shape[-2:]
         store = MergedPairs(heads, width // 2, tokens, pairs, interpolation)
-        for place, block in enumerate(blocks):
-            store.write(place, block[:, None])
-        return [store.read(place, 0, tokens)[:, 0] for place in range(2)]
+        for index, block in enumerate(blocks):
+            store.write(index, block[:, None])
+        return [store.read(index, 0, tokens)[:, 0] for index in range(2)]
 
     return rebuild
 
@@ -185,13 +185,13 @@ class SimulatedMember(nn.Module):
         self.exact = tokens if self.exact is None else torch.cat([self.exact, tokens], dim=1)
         count = self.exact.shape[1]
         first = count - tokens.shape[1]
-        place = torch.arange(count, device=tokens.device)
-        lag = place[first:, None] - place
-        in_window = (place >= first // self.block * self.block) | (lag < self._window) | (place < self._sinks)
+        positions = torch.arange(count, device=tokens.device)
+        lag = positions[first:, None] - positions
+        in_window = (positions >= first // self.block * self.block) | (lag < self._window) | (positions < self._sinks)
         old = 0 if self.rebuilt is None else self.rebuilt.shape[1]
         visible = torch.cat([((lag >= 0) & ~in_window)[:, :old], (lag >= 0) & in_window], dim=1)
         read = self.exact if not old else torch.cat([self.rebuilt, self.exact], dim=1)
-        return read, torch.cat([place[:old], place]), visible
+        return read, torch.cat([positions[:old], positions]), visible
 
 
 class SimulatedKeysValues(SimulatedMember):
@@ -209,9 +209,9 @@ class SimulatedKeysValues(SimulatedMember):
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         source = self.source
         weight = torch.cat([source.k.flatten(0, 1), source.v.flatten(0, 1)])
-        read, place, visible = self._read(hidden_states @ weight.mT)
+        read, positions, visible = self._read(hidden_states @ weight.mT)
         keys, values = self._key_value(read)
-        phase = phases(source.inv_freq, place, keys.dtype)
+        phase = phases(source.inv_freq, positions, keys.dtype)
         queries = rotate(source.project_queries(hidden_states), phase[-hidden_states.shape[1] :])
         heads = (part.transpose(1, 2) for part in (queries, rotate(keys, phase), values))
         return output(source, source.softmax.mix(*heads, visible).transpose(1, 2), hidden_states), None
@@ -242,6 +242,6 @@ class SimulatedLatents(SimulatedMember):
         source, first = self.source, 0 if self.exact is None else self.exact.shape[1]
         queries, latent, rotated = latent_cache(source, source.project(hidden_states), first)
         self._rotated = rotated if not first else torch.cat([self._rotated, rotated], dim=2)
-        read, place, visible = self._read(latent[:, 0])
-        heads = expanded_heads(source, read[:, None], self._rotated[:, :, place])
+        read, positions, visible = self._read(latent[:, 0])
+        heads = expanded_heads(source, read[:, None], self._rotated[:, :, positions])
         return output(source, source.softmax.mix(queries, *heads, visible).transpose(1, 2), hidden_states), None

@@ -121,12 +121,12 @@ class SimulatedLowRank(nn.Module):
 
     def _visible(self, tokens: int, device: torch.device) -> Tensor:
         """Build the attention mask, bool [T, T], or [T, 2T] with exact keys after the rebuilt ones."""
-        place = torch.arange(tokens, device=device)
-        lag = place[:, None] - place
+        positions = torch.arange(tokens, device=device)
+        lag = positions[:, None] - positions
         mask = lag >= 0
         if self.layer.source.window is not None:
             mask &= lag < self.layer.source.window
         if not (self.sinks or self.window):
             return mask
-        exact = (lag < self.window) | (place < self.sinks)
+        exact = (lag < self.window) | (positions < self.sinks)
         return torch.cat([mask & ~exact, mask & exact], dim=1)

@@ -29,7 +29,7 @@ from surgery.transforms.low_rank import SharedMoments, elements_of, key_scale, k
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import BlockMoments, Factors, loss_weighted
 from surgery.transforms.row_allocation import Section, unit_order
-from surgery.transforms.row_quantizer import centered, fit_places, fitted_quantizer, take_or_zero
+from surgery.transforms.row_quantizer import centered, fit_indices, fitted_quantizer, take_or_zero
 
 FIRST_WEIGHT = 1.0
 """Weight of a first token in the choice of the latents, relative to other tokens. No other weight was tried."""
@@ -129,7 +129,7 @@ def unpredicted(
     moment = moment + FIRST_WEIGHT * (early.mT @ early) / max(len(weight), 1)
     moments = BlockMoments(moment, loss_metric(anatomy, statistics), None, None)
     elements = tuple(elements_of(anatomy, block) for block in blocks)
-    factors = tuple(loss_weighted(moments.of(places), len(places)) for places in elements)
+    factors = tuple(loss_weighted(moments.of(indices), len(indices)) for indices in elements)
     return Unpredicted(blocks, elements, factors, rows, prediction, mean)
 
 
@@ -172,7 +172,7 @@ def convert_layer(
 ) -> QuantizedLowRank:
     """Convert one layer to a packed row; ``rows``: runs per block, other arguments as for :func:`unpredicted`."""
     layer = remainder.in_row(anatomy, rows)
-    indices = fit_places(inputs[:, first:].shape[:2].numel())
+    indices = fit_indices(inputs[:, first:].shape[:2].numel())
     body = inputs[:, first:].flatten(0, 1)[indices]
     others = None if shared is None else shared[:, first:].flatten(0, 1)[indices]
     values = layer.to(body.device, torch.float32).latents(body.float(), None if others is None else others.float())

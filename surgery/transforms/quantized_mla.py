@@ -24,7 +24,7 @@ from surgery.transforms.key_basis import KeyBasis
 from surgery.transforms.latent_layer import LatentLayer
 from surgery.transforms.partial_rope import latent_form, truncate
 from surgery.transforms.row_allocation import Section, unit_order
-from surgery.transforms.row_quantizer import centered, fit_places, fitted_quantizer, take_or_zero
+from surgery.transforms.row_quantizer import centered, fit_indices, fitted_quantizer, take_or_zero
 
 METHOD = replace(mla.METHODS["fisher"], lags=False)
 """Method "fisher" without lag statistics: every component keeps RoPE, so none has to be chosen."""
@@ -152,7 +152,7 @@ def convert_layer(
     full = truncate(latent_form(anatomy, basis, order), latents.down, latents.up)
     layer = _in_order(full, latents.held(latent_order), rope_order)
     body = inputs[:, first:].flatten(0, 1)
-    indices = fit_places(len(body))
+    indices = fit_indices(len(body))
     down = layer.to(body.device, torch.float32)
     values = nn.functional.linear(body[indices].float(), down.down, down.down_bias)[:, layer.neighboring()]
     weight = None if statistics.token_weight is None else statistics.token_weight[indices]
@@ -177,7 +177,9 @@ def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]
     latent = torch.tensor(latent_order)
     component = torch.tensor(rope_order, dtype=torch.long)
     parts = [(latent, rank, 0), (component, pairs, rank), (component, pairs, rank + pairs)]
-    order = torch.cat([torch.where(places < count, start + places, len(layer.down)) for places, count, start in parts])
+    order = torch.cat(
+        [torch.where(indices < count, start + indices, len(layer.down)) for indices, count, start in parts]
+    )
     return replace(
         layer,
         down=take_or_zero(layer.down, order, 0),

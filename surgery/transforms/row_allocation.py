@@ -69,7 +69,7 @@ FIELDS = np.array([[fields.count(width) for fields in PATTERNS.values()] for wid
 """Number of fields of each width in a byte of each pattern, [widths, patterns]."""
 MOVES = np.array(
     [
-        [sign * size * ((place == target) - (place == source)) for place in range(len(PATTERNS))]
+        [sign * size * ((column == target) - (column == source)) for column in range(len(PATTERNS))]
         for size in (4, 1)
         for source in range(len(PATTERNS))
         for target in range(-1, len(PATTERNS))
@@ -95,8 +95,8 @@ class _Search:
         """Compute Σ λ D of the section for granule counts by pattern, [..., patterns] → [...]."""
         ends = np.minimum((counts @ FIELDS.T * self._units).cumsum(-1), len(self._sums) - 1)
         total, before = self._sums[-1], 0.0
-        for place, width in enumerate(WIDTHS):
-            reached = self._sums[ends[..., place]]
+        for column, width in enumerate(WIDTHS):
+            reached = self._sums[ends[..., column]]
             total = total - (1 - noise(width)) * (reached - before)
             before = reached
         return total
@@ -109,21 +109,21 @@ class _Search:
             counts = self.counts + MOVES
             costs = self.costs(np.maximum(counts, 0)) + price * (counts.sum(-1) * self._granule)
             better = self._possible(counts) & (costs < best * (1 - 1e-12))
-            place = next(iter(np.flatnonzero(better[begin:])), None)
-            if place is None and begin:
-                place, begin = next(iter(np.flatnonzero(better)), None), 0
-            if place is None:
+            move = next(iter(np.flatnonzero(better[begin:])), None)
+            if move is None and begin:
+                move, begin = next(iter(np.flatnonzero(better)), None), 0
+            if move is None:
                 return self.bytes
-            place += begin
-            best, self.counts, begin = float(costs[place]), counts[place], (place + 1) % len(MOVES)
+            move += begin
+            best, self.counts, begin = float(costs[move]), counts[move], (move + 1) % len(MOVES)
 
     def changes(self, sign: int) -> tuple[float, np.ndarray]:
         """Return the cost of the cheapest step of one granule, infinity if there is none, and the counts after it."""
         counts = self.counts + sign * np.eye(len(PATTERNS), dtype=np.int64)
         costs = self.costs(np.maximum(counts, 0)) - self.costs(self.counts)
         costs = np.where(self._possible(counts), costs, np.inf)
-        place = int(costs.argmin())
-        return float(costs[place]), counts[place]
+        pattern = int(costs.argmin())
+        return float(costs[pattern]), counts[pattern]
 
     def _possible(self, counts: np.ndarray) -> np.ndarray:
         return (counts.min(-1) >= 0) & (counts.sum(-1) >= self.least)
@@ -186,9 +186,9 @@ def _spend_rest(searches: list[_Search], rest: int, granule: int) -> None:
 
 def _step(searches: list[_Search], changes: list[tuple[float, np.ndarray]], sign: int) -> None:
     """Make the cheapest change, and recompute the next change of its section."""
-    place = min(range(len(changes)), key=lambda each: changes[each][0])
-    searches[place].counts = changes[place][1]
-    changes[place] = searches[place].changes(sign)
+    cheapest = min(range(len(changes)), key=lambda each: changes[each][0])
+    searches[cheapest].counts = changes[cheapest][1]
+    changes[cheapest] = searches[cheapest].changes(sign)
 
 
 def unit_order(runs: Runs, unit: int = 1) -> list[int]:
@@ -197,8 +197,8 @@ def unit_order(runs: Runs, unit: int = 1) -> list[int]:
     The widest fields hold the units of the most energy, wherever they are in the row.
     """
     widths = [bits for name, count in runs for bits in PATTERNS[name] for _ in range(count // unit)]
-    by_width = sorted(range(len(widths)), key=lambda place: -widths[place])
+    by_width = sorted(range(len(widths)), key=lambda index: -widths[index])
     order = [0] * len(widths)
-    for rank, place in enumerate(by_width):
-        order[place] = rank
+    for rank, index in enumerate(by_width):
+        order[index] = rank
     return order

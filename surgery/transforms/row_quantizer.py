@@ -33,7 +33,7 @@ def centered(statistics: LayerStatistics) -> LayerStatistics:
     return replace(statistics, weighted_moment=moment, weighted_mean=torch.zeros_like(mean))
 
 
-def fit_places(tokens: int) -> Tensor:
+def fit_indices(tokens: int) -> Tensor:
     """Return the indices of the tokens to which steps are fitted, evenly spread."""
     return torch.linspace(0, tokens - 1, min(FIT_TOKENS, tokens)).long()
 
@@ -91,9 +91,9 @@ def reader(quantizer: TokenQuantizer, first: int, order: Tensor | None = None) -
     return read
 
 
-def take_or_zero(tensor: Tensor, places: Tensor, dim: int = -1) -> Tensor:
-    """Select the entries at ``places`` along a dimension, with zeros for indices beyond its end."""
+def take_or_zero(tensor: Tensor, indices: Tensor, dim: int = -1) -> Tensor:
+    """Select the entries at ``indices`` along a dimension, with zeros for indices beyond its end."""
     shape = list(tensor.shape)
     shape[dim] = 1
     padded = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    return padded.index_select(dim, places.clamp(max=tensor.shape[dim]))
+    return padded.index_select(dim, indices.clamp(max=tensor.shape[dim]))

@@ -40,14 +40,16 @@ def test_the_same_bits(checkpoints, tmp_path, monkeypatch, case):
     to, source, request, limit = CASES[case]
     spilled, count = [], ActivationMemory._count
     monkeypatch.setattr(
-        ActivationMemory, "_count", lambda self, place, size: spilled.append((place, size)) or count(self, place, size)
+        ActivationMemory,
+        "_count",
+        lambda self, counter, size: spilled.append((counter, size)) or count(self, counter, size),
     )
     for folder, memory in (("all", None), ("limited", limit)):
         settings = find_target(to).settings({**TEXT, **request, "activation_memory": memory})
         convert_checkpoint(checkpoints(source), tmp_path / folder / "small", settings)
         assert bool(spilled) == (memory is not None)
     assert results(tmp_path / "limited" / "small") == results(tmp_path / "all" / "small")
-    assert {place for place, _ in spilled} == ({"used", "spilled"} if limit is SOME else {"spilled"})
+    assert {counter for counter, _ in spilled} == ({"used", "spilled"} if limit is SOME else {"spilled"})
     gc.collect()
     assert sum(size for _, size in spilled) == 0
 

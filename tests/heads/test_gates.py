@@ -189,7 +189,7 @@ def test_the_last_layer_is_computed_where_it_is_read(checkpoints, values, monkey
         if everywhere:
             for module in (duo, gates):
                 monkeypatch.setattr(
-                    module, "tap_attention", lambda model, function, places: tap_attention(model, function)
+                    module, "tap_attention", lambda model, function, positions: tap_attention(model, function)
                 )
         objective, queries = duo.DuoObjective(session), []
         with torch.no_grad():
@@ -200,8 +200,8 @@ def test_the_last_layer_is_computed_where_it_is_read(checkpoints, values, monkey
         loss = objective.backward(0, 0)
         result.append((loss.detach(), objective.gates.grad))
         computed.append(set(queries))
-    places = int(objective._needles.answers[0].sum())
-    assert computed == [{session.settings.length, places}, {session.settings.length}]
+    num_answers = int(objective._needles.answers[0].sum())
+    assert computed == [{session.settings.length, num_answers}, {session.settings.length}]
     torch.testing.assert_close(*result, rtol=1e-4, atol=1e-6)
 
 

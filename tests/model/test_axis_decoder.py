@@ -60,20 +60,20 @@ def test_positions_are_kept_with_the_cache(entry):
     model, decoder = model_of(entry), model_of(entry).get_decoder()
     decoder.load_state_dict(model.get_decoder().state_dict())
     ids = torch.randint(3, 4000, (2, 12), generator=torch.Generator().manual_seed(1))
-    places = torch.arange(12).expand(3, 2, -1).clone()
-    places[:, :, 4:8] = torch.tensor([[4, 4, 4, 4], [4, 4, 5, 5], [4, 5, 4, 5]])[:, None]
-    want = decoder(ids, position_ids=places).last_hidden_state
+    positions = torch.arange(12).expand(3, 2, -1).clone()
+    positions[:, :, 4:8] = torch.tensor([[4, 4, 4, 4], [4, 4, 5, 5], [4, 5, 4, 5]])[:, None]
+    want = decoder(ids, position_ids=positions).last_hidden_state
     assert float((want - decoder(ids).last_hidden_state).abs().max()) > 1e-2
 
     cache = DynamicCache(config=decoder.config)
-    calls = [(slice(0, 4), None), (slice(4, 8), places[..., 4:8]), (slice(8, 10), None)]
+    calls = [(slice(0, 4), None), (slice(4, 8), positions[..., 4:8]), (slice(8, 10), None)]
     result = [decoder(ids[:, at], position_ids=values, past_key_values=cache).last_hidden_state for at, values in calls]
     assert cache.axis_positions.shape == (3, 2, 10)
     if entry is LOW_RANK:
         decoder(ids[:, :2], past_key_values=cache)
         cache.crop(-2)
     cache = copy.deepcopy(cache)
-    result.append(decoder(ids[:, 10:], position_ids=places[0, :, 10:], past_key_values=cache).last_hidden_state)
+    result.append(decoder(ids[:, 10:], position_ids=positions[0, :, 10:], past_key_values=cache).last_hidden_state)
     torch.testing.assert_close(torch.cat(result, dim=1), want, rtol=0, atol=1e-5)
     assert not hasattr(decoder(ids).past_key_values, "axis_positions")
 

@@ -41,8 +41,8 @@ def test_a_basis_of_full_rank_is_the_source(family):
     source = tiny_source(family)
     model = shared(source, {**STATIC, "rank": LAYERS * WIDTH})
     mixing = torch.linalg.qr(torch.randn(LAYERS * WIDTH, LAYERS * WIDTH))[0]
-    for place, layer in enumerate(model.model.layers):
-        part = mixing[:, place * WIDTH : (place + 1) * WIDTH]
+    for index, layer in enumerate(model.model.layers):
+        part = mixing[:, index * WIDTH : (index + 1) * WIDTH]
         layer.self_attn.basis_down.copy_(part)
         layer.self_attn.basis_up.copy_(part.T)
     agree(model(text()).logits, source(text()).logits)

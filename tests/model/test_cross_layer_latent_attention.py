@@ -19,15 +19,15 @@ def shared(family: str, rank: int, **recent) -> tuple[SurgeryForCausalLM, Surger
     latent = lossless_model(source)
     recent = {"block": 4, "sinks": 0, "window": 0, **recent}
     entries = [
-        {**entry, "kind": "cross_layer_latent", "group_size": 2, "place": place, "rank": rank, **recent}
-        for place, entry in enumerate(lossless_config(source).attention_layers)
+        {**entry, "kind": "cross_layer_latent", "group_size": 2, "place": index, "rank": rank, **recent}
+        for index, entry in enumerate(lossless_config(source).attention_layers)
     ]
     model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries, experts_implementation="eager"))
     model.load_state_dict(latent.state_dict(), strict=False)
     width = entries[0]["kv_lora_rank"]
     basis = torch.linalg.qr(torch.randn(2 * width, 2 * width, generator=torch.Generator().manual_seed(2)))[0][:rank]
-    for place, layer in enumerate(model.model.layers):
-        part = basis[:, place * width : (place + 1) * width]
+    for index, layer in enumerate(model.model.layers):
+        part = basis[:, index * width : (index + 1) * width]
         layer.self_attn.basis_down.copy_(part)
         layer.self_attn.basis_up.copy_(part.T)
     return latent, model.eval()

@@ -93,8 +93,8 @@ def test_pairs_are_found_in_either_order(orientation):
     factors = torch.randn(2, 2, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(1))
     query_up = torch.zeros(2, 5, 2 + 10, dtype=torch.float64)
     for pair, components in enumerate(([0, 1, 2], [3, 4])):
-        for place, component in enumerate(components):
-            factor = factors[:, pair, place]
+        for index, component in enumerate(components):
+            factor = factors[:, pair, index]
             for channel, turned in ((pair, factor), (pair + 2, 1j * orientation * factor)):
                 query_up[:, channel, 2 + 2 * component : 4 + 2 * component] = torch.view_as_real(turned)
     query_up[:, 4, :2] = 1

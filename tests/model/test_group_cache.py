@@ -87,7 +87,7 @@ def test_a_cache_that_is_reset_is_new_and_cannot_take_tokens_back():
 
 def test_rows_are_reordered_in_the_store_once_for_the_group():
     store = SharedCodes(2, WIDTH)
-    layers = [GroupLayer(store, place, 2) for place in range(2)]
+    layers = [GroupLayer(store, index, 2) for index in range(2)]
     tokens = torch.randn(3, 1, 2, WIDTH, generator=torch.Generator().manual_seed(0))
     for one in layers:
         one.update(tokens, tokens[..., :0])
@@ -109,9 +109,9 @@ def test_layers_must_write_in_their_order():
 def test_the_prompt_basis_is_the_best_of_its_rank(key_rank, value_rank):
     tokens = [torch.randn(2, 1, 9, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     store = PromptBasis(2, 2, key_rank, value_rank)
-    for place, part in enumerate(tokens):
-        store.write(place, part)
-    rebuilt = [store.read(place, 0, 9) for place in range(2)]
+    for index, part in enumerate(tokens):
+        store.write(index, part)
+    rebuilt = [store.read(index, 0, 9) for index in range(2)]
     for side, rank in ((slice(0, 2), key_rank), (slice(2, 6), value_rank)):
         stacked = torch.cat([part[..., side] for part in tokens], dim=-1)
         result = torch.cat([part[..., side] for part in rebuilt], dim=-1)
@@ -140,8 +140,8 @@ def test_merged_pairs_keep_norms_and_the_tokens_of_the_widest_angle():
     for span in (slice(0, 4), slice(4, 12)):
         a, b = (x[..., span].unflatten(-1, (2, -1)) for x in (first, second))
         widest = slerp(a, b, 0.6)[1].mean(-1).unflatten(-1, (2, 4)).argmax(-1)  # [B, 1, blocks]
-        for place, exact in enumerate((a, b)):
-            read = store.read(place, 0, 8)[..., span].unflatten(-1, (2, -1))
+        for index, exact in enumerate((a, b)):
+            read = store.read(index, 0, 8)[..., span].unflatten(-1, (2, -1))
             assert torch.allclose(read.norm(dim=-1), exact.norm(dim=-1), atol=1e-5)
             same = torch.isclose(read, exact, atol=1e-6).all(-1).all(-1).unflatten(-1, (2, 4))
             assert torch.equal(same.int().argmax(-1), widest) and (same.sum(-1) == 1).all()

@@ -26,18 +26,18 @@ def test_values_are_those_of_cat(dim, capacity):
 
 
 def test_memory_moves_seldom_and_has_little_to_spare():
-    values, places = None, set()
+    values, addresses = None, set()
     for _ in range(2000):
         values = append(values, entries(1))
-        places.add(values.data_ptr())
+        addresses.add(values.data_ptr())
         room = values.untyped_storage().nbytes() // (2 * 3 * 5 * 4) - values.shape[-2]
         assert room <= min(max(values.shape[-2], LEAST_ROOM), MOST_ROOM)
-    assert len(places) <= 13
+    assert len(addresses) <= 13
     values = append(None, entries(3), capacity=50)
-    place = values.data_ptr()
+    address = values.data_ptr()
     for _ in range(47):
         values = append(values, entries(1))
-    assert values.data_ptr() == place and values.untyped_storage().nbytes() == values.numel() * 4
+    assert values.data_ptr() == address and values.untyped_storage().nbytes() == values.numel() * 4
 
 
 def test_copies_and_slices_never_write_to_what_others_hold():
@@ -56,11 +56,11 @@ def test_copies_and_slices_never_write_to_what_others_hold():
 def test_refilled_memory_stays_up_to_the_most():
     values = refill(None, entries(0), max_size=6)
     values = refill(values, entries(4), max_size=6)
-    place = values.data_ptr()
+    address = values.data_ptr()
     for size in (6, 0, 5):
         new = entries(size)
         values = refill(values, new, max_size=6)
-        assert torch.equal(values, new) and (values.data_ptr() == place or not size)
+        assert torch.equal(values, new) and (values.data_ptr() == address or not size)
     assert values.untyped_storage().nbytes() == 6 * 2 * 3 * 5 * 4
 
 

@@ -45,16 +45,16 @@ class DenseReference:
     def head(self, layer, head, query, key, value, scaling):
         """query [B, g, T, d], key and value [B, T, d] of one KV head → [B, g, T, d]."""
         entry = self.entries[layer] or hybrid_entry(KV_HEADS, list(range(KV_HEADS)))
-        place = entry["head_order"].index(head)
+        rank = entry["head_order"].index(head)
         q, p = torch.arange(key.shape[1])[:, None], torch.arange(key.shape[1])
         first = torch.tensor(self.padding)[:, None, None]
         causal = (p <= q) & (p >= first)
         near = (q - p < entry["recent"]) | (p - first < entry["sinks"])
-        visible = causal & (near | torch.tensor(place < entry["full_heads"]))
+        visible = causal & (near | torch.tensor(rank < entry["full_heads"]))
         scores = scaling * query @ key[:, None].mT
         scores = scores.masked_fill(~(visible | (p == q))[:, None], float("-inf"))
         values = value[:, None].expand(-1, query.shape[1], -1, -1)
-        if place < entry["kv_heads"] - entry["compensated_heads"]:
+        if rank < entry["kv_heads"] - entry["compensated_heads"]:
             return scores.softmax(-1) @ values
         dropped = (causal & ~near).to(key.dtype)
         count = dropped.sum(-1, keepdim=True)

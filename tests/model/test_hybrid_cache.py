@@ -281,9 +281,9 @@ def test_what_was_dropped_is_the_mean_of_what_is_not_seen(sinks, recent, sizes):
         dropped = layer.take_dropped()
         for row, padding in enumerate(paddings):
             for query in range(first, first + size):
-                places = list(range(padding + sinks, query - recent + 1))
-                mean = keys[row, 1, places].mean(0) if places else torch.zeros(5, dtype=torch.float64)
-                assert dropped.count[row, query - first] == len(places)
+                positions = list(range(padding + sinks, query - recent + 1))
+                mean = keys[row, 1, positions].mean(0) if positions else torch.zeros(5, dtype=torch.float64)
+                assert dropped.count[row, query - first] == len(positions)
                 torch.testing.assert_close(dropped.keys[row, 0, query - first], mean)
                 torch.testing.assert_close(dropped.values[row, 0, query - first], -mean)
         first += size

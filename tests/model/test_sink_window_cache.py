@@ -23,12 +23,12 @@ def chunks(sizes):
 @pytest.mark.parametrize(("sinks", "recent"), [(4, 8), (0, 8), (4, 1), (0, 1), (2, 30), (8, 4), (50, 50), (0, 40)])
 def test_a_query_sees_exactly_the_tokens_of_the_definition(sinks, recent, sizes):
     """Each key is its own place in the row, so that what the mask shows can be read off."""
-    places = torch.arange(1.0, TOKENS + 1).view(1, 1, -1, 1).expand(len(PADDINGS), 2, -1, 3)
+    positions = torch.arange(1.0, TOKENS + 1).view(1, 1, -1, 1).expand(len(PADDINGS), 2, -1, 3)
     layer = SinkWindowLayer(sinks, recent)
     layer.padding = LeftPadding(PADDINGS)
     for first, last in chunks(sizes):
         visible = layer.visible(last - first, CPU)
-        keys, values = layer.update(places[:, :, first:last], -places[:, :, first:last])
+        keys, values = layer.update(positions[:, :, first:last], -positions[:, :, first:last])
         assert visible.shape == (3, 1, last - first, keys.shape[2])
         assert torch.equal(keys, -values)
         for row, padding in enumerate(PADDINGS):

@@ -84,6 +84,6 @@ def test_a_copy_goes_on_by_itself(model):
 def test_memory_that_is_reserved_stays_where_it_is(model):
     cache = model.reserved_cache(12)
     logits(model, tokens()[:, :3], cache)
-    place = cache.layers[0].keys.data_ptr()
+    address = cache.layers[0].keys.data_ptr()
     logits(model, tokens()[:, 3:], cache)
-    assert cache.layers[0].keys.data_ptr() == place
+    assert cache.layers[0].keys.data_ptr() == address

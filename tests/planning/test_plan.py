@@ -171,10 +171,10 @@ def test_rows_are_told_by_bytes_and_the_choice_costs_least_within_them(plan):
     assert sizes == sorted(sizes) and len({row.command for row in plan.rows}) == len(sizes)
     fitting, level = [row for row in plan.rows if row.kv_ratio <= 0.4], alike(plan.rows, 0.4)
     assert plan.chosen in fitting and plan.alike == len(level)
-    assert min(fitting, key=lambda row: row.cost) in [plan.rows[place] for place in level]
-    assert plan.chosen.drift == min(plan.rows[place].drift for place in level)
-    for place, row in enumerate(plan.rows):
-        assert row.best == all(row.cost < other.cost for other in plan.rows[:place])
+    assert min(fitting, key=lambda row: row.cost) in [plan.rows[index] for index in level]
+    assert plan.chosen.drift == min(plan.rows[index].drift for index in level)
+    for index, row in enumerate(plan.rows):
+        assert row.best == all(row.cost < other.cost for other in plan.rows[:index])
         assert (row.low is None) == (len(row.by_text) == 1)
         assert row.low is None or row.low <= row.loss_increase <= row.high
     assert {row.to for row in plan.rows} == {"mla", "gqa", "lowrank", "crosslayer", "quantized"}

@@ -18,9 +18,9 @@ def cost(section: Section, runs) -> float:
     """Σ λ D of a section, unit by unit."""
     widths = [bits for name, count in runs for bits in PATTERNS[name] for _ in range(count // section.unit)]
     leftovers = torch.ones(len(section.energies), dtype=torch.float64)
-    for place, rank in enumerate(unit_order(runs, section.unit)):
+    for position, rank in enumerate(unit_order(runs, section.unit)):
         if rank < len(leftovers):
-            leftovers[rank] = noise(widths[place])
+            leftovers[rank] = noise(widths[position])
     return float((section.energies * leftovers).sum())
 
 

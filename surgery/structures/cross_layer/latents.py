@@ -106,8 +106,8 @@ def joint_latent_moment(opened: LatentSource, store: BoundaryStore, start: int, 
         parts = (*(stream.input_norm(index) or (None, None)), *opened.down(index))
         maps.append([None if part is None else part.to(stream.device, stream.dtype) for part in parts])
 
-    def cached(place: int, hidden: Tensor) -> Tensor:
-        scale, shift, weight, bias = maps[place]
+    def cached(member: int, hidden: Tensor) -> Tensor:
+        scale, shift, weight, bias = maps[member]
         x = hidden.to(stream.device, stream.dtype)
         return nn.functional.linear(x if scale is None else stream.normalize(x, scale, shift), weight, bias)
 
@@ -142,8 +142,8 @@ class SimulatedOwnLatents(SimulatedMember):
             gain = (keys.square().mean(-1) + own.key_norm_eps).rsqrt()
             positional = torch.cat([positional, gain], dim=-1)
         self._positional = positional if self._positional is None else torch.cat([self._positional, positional], dim=1)
-        read, place, visible = self._read(latent)
-        positional = self._positional[:, place]
+        read, positions, visible = self._read(latent)
+        positional = self._positional[:, positions]
 
         query = own.q_proj(hidden_states).unflatten(-1, (own.num_heads, own.head_dim))
         query = normalize_heads(own.q_norm, query)
