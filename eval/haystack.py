@@ -44,11 +44,11 @@ class Haystack:
         text, so `start` may be any integer. With the same `start`, a shorter passage is a prefix of a longer one.
         """
         size = len(self.units)
-        start = next((place for place in range(start, start + size) if self.ends[(place - 1) % size]), start)
+        start = next((index for index in range(start, start + size) if self.ends[(index - 1) % size]), start)
         complete, sentence = [], []
-        for place in range(start, start + count):
-            sentence.append(self.units[place % size])
-            if self.ends[place % size]:
+        for index in range(start, start + count):
+            sentence.append(self.units[index % size])
+            if self.ends[index % size]:
                 complete.append(self.separator.join(sentence))
                 sentence = []
         return [*complete, self.separator.join(sentence)] if sentence else complete

@@ -133,9 +133,9 @@ def size(tensor: Tensor, dim: int) -> Extent:
 def strides(*axes: str, **tensors: Tensor | None) -> dict[str, int]:
     """Return the strides of the leading dimensions by kernel parameter, such as `key_row`; 0 for None."""
     return {
-        f"{name}_{axis}": 0 if tensor is None else Extent(tensor, place, is_stride=True)
+        f"{name}_{axis}": 0 if tensor is None else Extent(tensor, dim, is_stride=True)
         for name, tensor in tensors.items()
-        for place, axis in enumerate(axes)
+        for dim, axis in enumerate(axes)
     }
 
 

@@ -87,11 +87,11 @@ class Layout:
     def extents(self, values: Sequence[Any]) -> list[tuple[int, int, bool]]:
         """Return the tensor's `id`, the dimension and `is_stride` of each extent that `key` reads, in its order."""
         return [
-            (id(values[index]), place, is_stride)
+            (id(values[index]), axis, is_stride)
             for index, dim, _ in self.entries(values)
             if dim >= 0 and values[index] is not None
             for is_stride in (False, True)
-            for place in range(values[index].dim())
+            for axis in range(values[index].dim())
         ]
 
     def exact_key(self, values: Sequence[Any], needs_gradient: bool = False) -> tuple[Any, ...] | None:
@@ -131,11 +131,11 @@ class Layout:
                 numbers[dim] = (size, leader) if size != leader else size.bit_length()
                 # In a dense tensor the strides outside the token dimension scale with its size; others stay constant.
                 dense = size * tensor.stride(dim)
-                for place in range(dim - 1, -1, -1):
-                    stride = tensor.stride(place)
+                for axis in range(dim - 1, -1, -1):
+                    stride = tensor.stride(axis)
                     if stride == dense:
-                        numbers[tensor.dim() + place] = _kind(stride)
-                    dense *= tensor.shape[place]
+                        numbers[tensor.dim() + axis] = _kind(stride)
+                    dense *= tensor.shape[axis]
             key += (*numbers, tensor.dtype, tensor.device, tensor.data_ptr() & 15)
         return tuple(key), extents
 

@@ -80,7 +80,7 @@ def tuned(operation: str, key: str, device: torch.device, default: Config) -> Co
 @cache
 def _read(gpu: str, folder: str | None) -> dict[str, dict[str, Candidate]]:
     merged: dict[str, dict[str, Candidate]] = {}
-    for path in (Path(place) / f"{gpu}.json" for place in (FOLDER, folder) if place):
+    for path in (Path(base) / f"{gpu}.json" for base in (FOLDER, folder) if base):
         if path.exists():
             for operation, shapes in json.loads(path.read_text(encoding="utf-8")).items():
                 for key, values in shapes.items():

@@ -46,7 +46,7 @@ class HeadGroup(Attention):
             prefix=name,
             attn_backend=PagedHeadsBackend,
             kv_sharing_target_layer_name=None if owner == number else name.replace(f".{number}.", f".{owner}.", 1),
-            place=slice(first, first + count),
+            head_slice=slice(first, first + count),
             sinks=0 if kind == "full" else layer.sinks,
             recent=None if kind == "full" else layer.recent,
         )

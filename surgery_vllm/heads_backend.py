@@ -33,7 +33,7 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
     """Attention of a group of heads of one layer.
 
     Args:
-        place: slice of these KV heads among those of all layers in a page.
+        head_slice: slice of these KV heads among those of all layers in a page.
         sinks, recent: see :func:`paged_head_attention`.
     """
 
@@ -47,7 +47,7 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
         sliding_window: None,
         kv_cache_dtype: str,
         *unused: Any,
-        place: slice,
+        head_slice: slice,
         sinks: int,
         recent: int | None,
     ):
@@ -58,7 +58,7 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
         self.scale = scale
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.place = place
+        self.head_slice = head_slice
         self.sinks, self.recent = sinks, recent
 
     def forward(
@@ -76,7 +76,7 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
         """Write key and value [T, G, d] to the cache and the outputs of the queries to `output` [T, H, d]."""
         if attn_metadata is None:  # profiling run
             return output.zero_()
-        cache = kv_cache[:, self.place]
+        cache = kv_cache[:, self.head_slice]
         write_slots(cache.transpose(1, 2), torch.cat((key, value), dim=-1), attn_metadata.slot_mapping)
         for span in attn_metadata.spans:
             output[span.tokens] = paged_head_attention(

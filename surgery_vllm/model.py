@@ -52,8 +52,10 @@ class SurgeryModel(LlamaModel):
         stacked = dict(_FUSED_MLP)
         for number, layer in enumerate(attention_of_layers(self.config)):
             if not isinstance(layer, LatentEntry | LowRankEntry):
-                place = f"layers.{number}.self_attn."
-                stacked |= {f"{place}{shard}_proj": (f"{place}qkv_proj", shard) for shard in "qkv"}
+                attention_prefix = f"layers.{number}.self_attn."
+                stacked |= {
+                    f"{attention_prefix}{shard}_proj": (f"{attention_prefix}qkv_proj", shard) for shard in "qkv"
+                }
         self.hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=stacked)
 
 

@@ -74,5 +74,5 @@ def rotate(keys: Tensor, inv_freq: Tensor) -> None:
 
 def first_slots(slots: Tensor, page: int, count: int) -> Tensor:
     """Convert slots [T] in pages of `page` tokens to slots in pages of `count` first tokens; -1 for later tokens."""
-    place = slots % page
-    return torch.where(place < count, slots.div(page, rounding_mode="floor") * count + place, -1)
+    offset = slots % page
+    return torch.where(offset < count, slots.div(page, rounding_mode="floor") * count + offset, -1)

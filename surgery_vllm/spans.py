@@ -63,9 +63,9 @@ class Span:
 
         True hides a key. Columns are the keys after the own key of the shortest request's first query.
         """
-        behind = torch.arange(1, keys - self.shortest + self.new, device=self.pages.device)
-        place = (self.seq_lens - self.shortest)[:, None] + torch.arange(tile, device=self.pages.device)
-        return behind > place[..., None]
+        key_offset = torch.arange(1, keys - self.shortest + self.new, device=self.pages.device)
+        query_offset = (self.seq_lens - self.shortest)[:, None] + torch.arange(tile, device=self.pages.device)
+        return key_offset > query_offset[..., None]
 
     @once
     def positions(self) -> Tensor:
@@ -143,19 +143,19 @@ def spans_of(
     spans = []
     for group in groups:
         first, last, new = group[0], group[-1], query_lens[group[0]]
-        requests, places = slice(first, last + 1), slice(starts[first], starts[last + 1])
+        requests, span_tokens = slice(first, last + 1), slice(starts[first], starts[last + 1])
         if last - first >= len(group):
-            requests, places = next(on_device)
+            requests, span_tokens = next(on_device)
         shortest = min(lengths[request] for request in group) if exact else new
         longest = max(lengths[request] for request in group)
         pages = block_table[requests, : -(-longest // page)].long()
-        spans.append(Span(places, pages, seq_lens[requests].long(), page, new, shortest, longest))
+        spans.append(Span(span_tokens, pages, seq_lens[requests].long(), page, new, shortest, longest))
     return spans
 
 
 def num_leading_steps(query_lens: list[int]) -> int:
     """Count the leading requests with exactly one new token."""
-    return next((place for place, new in enumerate(query_lens) if new != 1), len(query_lens))
+    return next((index for index, new in enumerate(query_lens) if new != 1), len(query_lens))
 
 
 def copied(lists: list[list[int]], device: torch.device) -> tuple[Tensor, ...]:

@@ -100,14 +100,14 @@ def test_kernels_that_refuse_are_a_row_with_the_reason(monkeypatch):
 
 
 def test_rows_are_held_against_the_fastest_source():
-    place = {"model": "m", "context": 8, "largest": False}
+    common = {"model": "m", "context": 8, "largest": False}
     rows = [
-        {**place, "kind": "source", "accelerated": False, "batch": 1, "tokens_per_second": 5.0},
-        {**place, "kind": "source", "accelerated": True, "batch": 1, "tokens_per_second": 10.0},
-        {**place, "kind": "mla", "accelerated": True, "batch": 1, "tokens_per_second": 25.0},
-        {**place, "kind": "mla", "accelerated": True, "batch": 2, "tokens_per_second": 25.0},
-        {**place, "kind": "source", "accelerated": False, "batch": 6, "largest": True, "tokens_per_second": 50.0},
-        {**place, "kind": "mla", "accelerated": True, "batch": 40, "largest": True, "tokens_per_second": 200.0},
+        {**common, "kind": "source", "accelerated": False, "batch": 1, "tokens_per_second": 5.0},
+        {**common, "kind": "source", "accelerated": True, "batch": 1, "tokens_per_second": 10.0},
+        {**common, "kind": "mla", "accelerated": True, "batch": 1, "tokens_per_second": 25.0},
+        {**common, "kind": "mla", "accelerated": True, "batch": 2, "tokens_per_second": 25.0},
+        {**common, "kind": "source", "accelerated": False, "batch": 6, "largest": True, "tokens_per_second": 50.0},
+        {**common, "kind": "mla", "accelerated": True, "batch": 40, "largest": True, "tokens_per_second": 200.0},
     ]
     _against_source(rows)
     assert [row.get("times_source") for row in rows] == [0.5, 1.0, 2.5, None, 1.0, 4.0]

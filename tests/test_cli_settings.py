@@ -108,7 +108,7 @@ def asked_of(monkeypatch, capsys, *arguments):
         records["settings"] = settings
         raise SurgeryError("seen enough")
 
-    monkeypatch.setattr("surgery.structures.registry.Target.check_places", stop)
+    monkeypatch.setattr("surgery.structures.registry.Target.check_paths", stop)
     code, out, err = run_main(monkeypatch, capsys, "convert", "builtin", *arguments)
     assert code == 1 and not out
     return records.get("settings"), err

@@ -42,9 +42,9 @@ def test_links_lead_somewhere():
             if "://" in target:
                 continue
             path, _, anchor = target.partition("#")
-            place = (page.parent / path) if path else page
-            assert place.exists(), (page, target)
-            assert not anchor or anchor in anchors(place.resolve()), (page, target)
+            linked = (page.parent / path) if path else page
+            assert linked.exists(), (page, target)
+            assert not anchor or anchor in anchors(linked.resolve()), (page, target)
 
 
 def test_the_reference_is_current():

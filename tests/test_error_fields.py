@@ -76,7 +76,7 @@ def test_an_error_of_a_command_with_settings_keeps_its_kind_and_fields(monkeypat
     def lost(*arguments, **options):
         raise ProcessLost("rank 1 has ended", setting="seed", path="ckpt")
 
-    monkeypatch.setattr("surgery.structures.registry.Target.check_places", lost)
+    monkeypatch.setattr("surgery.structures.registry.Target.check_paths", lost)
     verb = with_settings(convert, CONVERTED)
     defaults = {name: each.default for name, each in inspect.signature(verb).parameters.items()}
     with pytest.raises(ProcessLost) as caught:

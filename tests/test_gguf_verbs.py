@@ -9,7 +9,7 @@ from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.output_place import default_output
+from surgery.checkpoint.output_path import default_output
 from surgery.healing.heal import HealRequest, training_settings
 
 pytestmark = pytest.mark.usefixtures("short_decoding", "no_pictures")

@@ -100,7 +100,7 @@ GO_ON = ("eval", "run")
 
 
 @pytest.fixture
-def places(checkpoints, tmp_path):
+def paths(checkpoints, tmp_path):
     """Return the paths that commands take, but for the output."""
     source, heal, recipe = checkpoints("llama"), tmp_path / "heal.yaml", tmp_path / "recipe.yaml"
     training = {"data": [str(HELD_OUT)], "length": 32, "held_out": 2, "max_steps": 12, "batch_size": 1}
@@ -124,9 +124,9 @@ def ended_at_once(process):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_killed_at_random(verb, places, tmp_path):
+def test_killed_at_random(verb, paths, tmp_path):
     name, content, command = VERBS[verb]
-    command = [part.format(**places) for part in command]
+    command = [part.format(**paths) for part in command]
     whole, again = tmp_path / "whole", tmp_path / "again"
     whole.mkdir(), again.mkdir()
     option = "--work" if verb == "run" else "--out"

@@ -190,18 +190,24 @@ def test_imports_go_one_way():
 
 def asked_for(tree: ast.AST) -> set[str]:
     """Words that a file compares with, looks up or keeps things by."""
-    places: list[ast.expr | None] = []
+    nodes: list[ast.expr | None] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
-            places += [node.left, *node.comparators]
+            nodes += [node.left, *node.comparators]
         elif isinstance(node, ast.Dict):
-            places += node.keys
+            nodes += node.keys
         elif isinstance(node, ast.Subscript):
-            places.append(node.slice)
+            nodes.append(node.slice)
         elif isinstance(node, ast.MatchValue):
-            places.append(node.value)
-    places += [each for place in places if isinstance(place, ast.Tuple | ast.List | ast.Set) for each in place.elts]
-    return {place.value for place in places if isinstance(place, ast.Constant) and isinstance(place.value, str)}
+            nodes.append(node.value)
+    nodes += [
+        each for each_node in nodes if isinstance(each_node, ast.Tuple | ast.List | ast.Set) for each in each_node.elts
+    ]
+    return {
+        each_node.value
+        for each_node in nodes
+        if isinstance(each_node, ast.Constant) and isinstance(each_node.value, str)
+    }
 
 
 def test_nothing_outside_a_structures_folder_asks_for_its_name():

@@ -36,10 +36,10 @@ def test_one_list_is_of_the_largest_shares_of_all_layers():
 @pytest.mark.parametrize("folds", [False, True])
 def test_the_least_of_a_valley_is_found_by_trying_few(count, folds):
     def losses_of(attempts):
-        requests.extend(plan.place for plan in attempts)
-        return [abs(plan.place - least) for plan in attempts]
+        requests.extend(plan.index for plan in attempts)
+        return [abs(plan.index - least) for plan in attempts]
 
-    every = [SimpleNamespace(place=place, method=SimpleNamespace(folds=folds)) for place in range(count)]
+    every = [SimpleNamespace(index=index, method=SimpleNamespace(folds=folds)) for index in range(count)]
     for least in range(count):
         requests = []
         result = search_plans(every, losses_of)

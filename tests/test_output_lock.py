@@ -12,7 +12,7 @@ from healing import heal_settings, settings_file, trained_here
 from processes import Fork, kill_and_leave
 from tiny_models import HELD_OUT
 
-from surgery.checkpoint.output_place import LOCK, output_lock
+from surgery.checkpoint.output_path import LOCK, output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.healing import heal as healing
@@ -45,7 +45,7 @@ def content(folder):
 
 
 @pytest.fixture
-def places(checkpoints, tmp_path):
+def paths(checkpoints, tmp_path):
     """Return the paths that commands take: all but the output exist."""
     source = checkpoints("llama")
     recipe = tmp_path / "recipe.yaml"
@@ -56,9 +56,9 @@ def places(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, monkeypatch, capsys):
+def test_the_second_is_refused_and_the_first_ends_well(verb, paths, tmp_path, monkeypatch, capsys):
     command, meanwhile = VERBS[verb]
-    command, outputs, seconds = [part.format(**places) for part in command], tmp_path / "outputs", []
+    command, outputs, seconds = [part.format(**paths) for part in command], tmp_path / "outputs", []
 
     def second_first(*arguments, **kwargs):
         if not seconds:
@@ -77,7 +77,7 @@ def test_the_second_is_refused_and_the_first_ends_well(verb, places, tmp_path, m
     assert second.returncode == 1 and second.stdout == ""
     *_, line = second.stderr.splitlines()
     option = "--work" if verb == "run" else "--out"
-    assert line.startswith("surgery: error: ") and str(places["out"]) in line
+    assert line.startswith("surgery: error: ") and str(paths["out"]) in line
     assert line.endswith(f"another surgery process is writing it; wait for it or choose another {option}")
     assert "Traceback" not in second.stderr
     assert not list(outputs.rglob(f"*{LOCK}"))
@@ -100,7 +100,7 @@ def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_pat
 HOLDS = """
 import sys, time
 from pathlib import Path
-from surgery.checkpoint.output_place import output_lock
+from surgery.checkpoint.output_path import output_lock
 from surgery.checkpoint.staging import Staging
 folder = Path(sys.argv[1])
 staging = Staging(folder / "out", overwrite=False)

@@ -135,13 +135,13 @@ class TestResults:
 
 
 class TestUnfinished:
-    @pytest.mark.parametrize("place", ["", f"{UNFINISHED}/", f"{UNFINISHED}/statistics/"])
-    def test_a_file_of_others_in_a_leftover(self, tmp_path, place):
+    @pytest.mark.parametrize("subfolder", ["", f"{UNFINISHED}/", f"{UNFINISHED}/statistics/"])
+    def test_a_file_of_others_in_a_leftover(self, tmp_path, subfolder):
         staging = Staging(tmp_path / "out", overwrite=False)
         staging.create()
         write_whole(staging.partial / "config.json", "{}")
         staging._unlock()
-        plant(tmp_path / f"out.partial/{place}notes.txt", "file")
+        plant(tmp_path / f"out.partial/{subfolder}notes.txt", "file")
         before = content_of(tmp_path)
         with pytest.raises(SurgeryError, match="which the unfinished run did not write"):
             Staging(tmp_path / "out", overwrite=True)
@@ -204,8 +204,8 @@ class TestFiles:
         path = tmp_path / name
         plant(path, kind)
         before = content_of(tmp_path)
-        places = {"source": checkpoints("llama"), "file": path, "stem": path.with_suffix("")}
-        command = [part.format(**places) for part in command]
+        paths = {"source": checkpoints("llama"), "file": path, "stem": path.with_suffix("")}
+        command = [part.format(**paths) for part in command]
         for options, words in (([], "exists"), (["--overwrite"], "")):
             code, _, error = run_main(monkeypatch, capsys, *command, *options)
             assert code == 1 and name in error and words in error, error
@@ -459,7 +459,7 @@ def test_whole_commands_leave_what_is_planted(verb, seed, checkpoints, tmp_path,
     step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
     rows = {"name": "report", "checkpoints": ["half"], "tasks": ["loss"], "windows": 2, "length": 64, "decoded": 0}
     recipe.write_text(json.dumps({"steps": [{"convert": step}, {"eval": {**rows, "variants": []}}]}))
-    places = {
+    paths = {
         "source": source,
         "recipe": recipe,
         "out": root / "out",
@@ -467,8 +467,8 @@ def test_whole_commands_leave_what_is_planted(verb, seed, checkpoints, tmp_path,
     }
     if "{converted}" in WHOLE[verb]:
         convert = ["convert", source, "--kv-ratio", "0.5", "--calibration", "none", "--carrier", "own"]
-        assert run_main(monkeypatch, capsys, *convert, "--out", places["converted"])[0] == 0
-    command = WHOLE[verb].format(**places, text=TEXT, held_out=HELD_OUT).split()
+        assert run_main(monkeypatch, capsys, *convert, "--out", paths["converted"])[0] == 0
+    command = WHOLE[verb].format(**paths, text=TEXT, held_out=HELD_OUT).split()
     again = AGAIN.get(verb, ["--overwrite", "--restart"])
     for options in ([], again):
         code, _, error = run_main(monkeypatch, capsys, *command, *options)

@@ -1,4 +1,4 @@
-"""The functions of the package: places, models in memory, results, refusals; and the examples of docs/python.md."""
+"""The functions of the package: paths, models in memory, results, refusals; and the examples of docs/python.md."""
 
 import re
 import shutil

@@ -69,11 +69,11 @@ def test_other_structures_of_the_real_model_are_the_reports():
 def test_the_table_of_the_readme_is_the_reports():
     page = rows_of((ROOT / "README.md").read_text(encoding="utf-8"), "## A real model")
     output = tool("readme").SHOWN
-    place = list(output).index("loss_change") + 1
+    index = list(output).index("loss_change") + 1
     long = {"": "Δ loss, 8k"} | {
         row: cell for row, (cell,) in table_of_the_report("smollm2/rows-8k", ("loss_change",)).items()
     }
-    assert {name: cells.pop(place) for name, cells in page.items()} == dict.fromkeys(page, "not measured") | long
+    assert {name: cells.pop(index) for name, cells in page.items()} == dict.fromkeys(page, "not measured") | long
     assert page == {"": list(output.values())} | table_of_the_report("smollm2/rows", tuple(output))
 
 
@@ -158,7 +158,7 @@ def test_models_and_engines_are_what_conversions_say(model, tmp_path, monkeypatc
     random_model(MODELS[model](**WIDE)).save_pretrained(tmp_path / "ckpt")
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("| | Llama 1-3"))
-    column = next(place for place, cell in enumerate(lines[start].split("|")) if cell.strip().startswith(model))
+    column = next(index for index, cell in enumerate(lines[start].split("|")) if cell.strip().startswith(model))
     rows = [[cell.strip() for cell in line.split("|")] for line in lines[start + 3 : start + 7]]
     assert [row[1].split()[0] for row in rows] == ["vLLM", "SGLang", "llama.cpp", "mlx-lm"]
     matches = [(row[1], *result) for row in rows for result in re.findall(r"`(--to .*?)` ([✓○])", row[column])]

@@ -131,9 +131,9 @@ def own_source(checkpoints, tmp_path):
 @pytest.fixture
 def read(monkeypatch):
     """Record where the source was whenever all of its weights were read."""
-    hashed, places = CheckpointReader._hashed, []
-    monkeypatch.setattr(CheckpointReader, "_hashed", lambda self, *of: places.append(self.path) or hashed(self, *of))
-    return places
+    hashed, paths = CheckpointReader._hashed, []
+    monkeypatch.setattr(CheckpointReader, "_hashed", lambda self, *of: paths.append(self.path) or hashed(self, *of))
+    return paths
 
 
 @pytest.fixture(scope="module")

@@ -211,10 +211,10 @@ def test_every_command_refuses_them_before_any_work(command, case, changed, tmp_
     edit, words = REFUSED[case]
     folder = changed(edit)
     verb, *options = COMMANDS[command]
-    place = [verb, options.pop(0), folder] if verb == "bench" else [verb, folder]
+    arguments = [verb, options.pop(0), folder] if verb == "bench" else [verb, folder]
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
-    code, _, error = run_main(monkeypatch, capsys, *place, *options)
+    code, _, error = run_main(monkeypatch, capsys, *arguments, *options)
     assert code == 1 and error.count("\n") == 1
     with pytest.raises(SurgeryError, match=words):
         open_source(folder)
@@ -356,8 +356,8 @@ def test_dynamic_rope_is_refused_with_a_way_out_that_works(way_out, changed, tmp
 @cases(12)
 def test_what_is_opened_lacks_nothing_when_transformers_loads_it(source, data):
     """Any one change: refused in one line, or all that the class wants is there, in its shape."""
-    with TemporaryDirectory() as place:
-        folder = shutil.copytree(source, Path(place, "model"))
+    with TemporaryDirectory() as parent:
+        folder = shutil.copytree(source, Path(parent, "model"))
         if data.draw(st.booleans()):
             edit_config(folder, **{data.draw(st.sampled_from(SIZES)): data.draw(st.integers(1, 64))})
         else:

@@ -26,30 +26,30 @@ time.sleep(60 * (len(sys.argv) > 1))
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def parent(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def test_it_goes_with_its_block_its_object_and_its_process(place):
+def test_it_goes_with_its_block_its_object_and_its_process(parent):
     with TemporaryFolder("test") as folder:
-        assert folder.parent == place and folder.name.startswith("surgery-test-") and len(os.listdir(place)) == 2
-    assert not os.listdir(place)
+        assert folder.parent == parent and folder.name.startswith("surgery-test-") and len(os.listdir(parent)) == 2
+    assert not os.listdir(parent)
     temporary = TemporaryFolder("test")
     del temporary
     gc.collect()
-    assert not os.listdir(place)
+    assert not os.listdir(parent)
     subprocess.run([sys.executable, "-c", STAYS], check=True, capture_output=True)
-    assert not os.listdir(place)
+    assert not os.listdir(parent)
 
 
-def test_what_a_killed_process_left_goes_with_the_next_and_what_others_use_stays(place):
+def test_what_a_killed_process_left_goes_with_the_next_and_what_others_use_stays(parent):
     others = [
         subprocess.Popen([sys.executable, "-c", STAYS, "wait"], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     folders = [Path(other.stdout.readline().strip()) for other in others]
-    (place / "surgery-mine").mkdir()
+    (parent / "surgery-mine").mkdir()
     try:
         kill_and_leave(others[0])
         assert (folders[0] / "file").exists()
@@ -61,7 +61,7 @@ def test_what_a_killed_process_left_goes_with_the_next_and_what_others_use_stays
             other.communicate()
     with TemporaryFolder("test"):
         pass
-    assert os.listdir(place) == ["surgery-mine"]  # no folder without a lock is touched
+    assert os.listdir(parent) == ["surgery-mine"]  # no folder without a lock is touched
 
 
 MARKERS = {
@@ -78,25 +78,25 @@ def inode(folder):
 
 
 @pytest.mark.parametrize("kind", MARKERS)
-def test_a_folder_with_a_users_lock_stays(place, kind):
+def test_a_folder_with_a_users_lock_stays(parent, kind):
     """A user's folder called as ours are, and an unlocked file next to it (found by an attack, in no public thread)."""
-    folder = place / "surgery-thesis"
+    folder = parent / "surgery-thesis"
     folder.mkdir()
     (folder / "chapter.tex").write_text("mine")
-    (place / "surgery-thesis.lock").write_text(MARKERS[kind](folder))
+    (parent / "surgery-thesis.lock").write_text(MARKERS[kind](folder))
     with TemporaryFolder("test"):
         pass
     assert (folder / "chapter.tex").read_text() == "mine"
-    assert (place / "surgery-thesis.lock").exists() == (kind != "of another folder")
+    assert (parent / "surgery-thesis.lock").exists() == (kind != "of another folder")
 
 
-def test_a_forked_child_leaves_it_to_its_parent(place):
+def test_a_forked_child_leaves_it_to_its_parent(parent):
     folder = TemporaryFolder("test")
     child = os.fork()
     if child == 0:
         folder.remove()
         os._exit(0)
     os.waitpid(child, 0)
-    assert folder.path.is_dir() and len(os.listdir(place)) == 2
+    assert folder.path.is_dir() and len(os.listdir(parent)) == 2
     folder.remove()
-    assert not os.listdir(place)
+    assert not os.listdir(parent)

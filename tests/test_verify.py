@@ -99,11 +99,11 @@ def test_a_damaged_report_is_a_fault_and_no_traceback(copy):
         (("kv", "measured_at_tokens"), 10**9),
         (("kv", "measured_bytes_per_token"), "x"),
     ]
-    for place, value in damages:
+    for keys, value in damages:
         document = inner = json.loads(whole)
-        for name in place[:-1]:
+        for name in keys[:-1]:
             inner = inner[name]
-        inner[place[-1]] = value
+        inner[keys[-1]] = value
         report.write_text(json.dumps(document))
         with pytest.raises(surgery.SurgeryError, match="damaged"):
             Recorded.beside(path)
@@ -123,7 +123,7 @@ def flip(path):
 
 
 def swap(path):
-    """Two tensors of one shape change places."""
+    """Two tensors of one shape are swapped."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]

@@ -79,8 +79,8 @@ def test_heads_see_sinks_and_a_window(lengths, new, tile, sinks, recent, exact, 
     expected = []
     for request, (length, q) in enumerate(zip(lengths, query.split(new), strict=True)):
         rows = torch.randn(2, length, 2 * RANK, dtype=torch.float64)
-        at, place = torch.arange(length), torch.arange(length - new, length)[:, None]
-        records = (at <= place) & ((place - at < (recent or length)) | (at < sinks))
+        at, own = torch.arange(length), torch.arange(length - new, length)[:, None]
+        records = (at <= own) & ((own - at < (recent or length)) | (at < sinks))
         for number, piece in enumerate(rows.split(PAGE, dim=1)):
             if records[:, number * PAGE : (number + 1) * PAGE].any():
                 table[request, number] = next(free)

@@ -60,10 +60,10 @@ def test_new_tokens_are_read_by_slots_as_among_all(quantizer, has_first):
     cache[pages] = rows_of(padded, quantizer).unflatten(0, (2, page))
     first = torch.full((4, FIRST, RANK + 4), torch.nan)
     first[2] = values[:FIRST]
-    place = torch.arange(length)
+    positions = torch.arange(length)
     of_first = torch.tensor([2, 0])
     slots, first_at = (
-        torch.cat((of[place // page] * page + place % page, torch.tensor([-1]))) for of in (pages, of_first)
+        torch.cat((of[positions // page] * page + positions % page, torch.tensor([-1]))) for of in (pages, of_first)
     )
     with NoHostSync():
         small = first_slots(first_at, page, FIRST)

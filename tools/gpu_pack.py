@@ -47,9 +47,9 @@ def pack(folder: Path, max_bytes: int, python: str, model: Path | None, wheels: 
         for path in fetched:
             (first / "wheels" / path.name).write_bytes(path.read_bytes())
         for number, piece in enumerate(pieces):
-            place = folder / f"part-{number + 1}" / "model"
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"piece-{number}").write_bytes(piece)
+            model_folder = folder / f"part-{number + 1}" / "model"
+            model_folder.mkdir(parents=True, exist_ok=True)
+            (model_folder / f"piece-{number}").write_bytes(piece)
         digest = hashlib.sha256(content).hexdigest()
         manifest = {"model": "model.gguf", "pieces": len(pieces), "sha256": digest, "commit": commit()}
         (first / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

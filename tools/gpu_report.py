@@ -237,8 +237,8 @@ def _rows(report: dict[str, Any], step: str) -> list[dict[str, Any]]:
 
 def _lines(results: Iterable[Path]) -> list[dict[str, Any]]:
     lines = []
-    for place in results:
-        path = place / RESULTS if place.is_dir() else place
+    for result in results:
+        path = result / RESULTS if result.is_dir() else result
         if not path.is_file():
             raise SurgeryError(f"{path}: no such file; pass the folder that tools/gpu.py run wrote")
         # The last line may have been cut short.

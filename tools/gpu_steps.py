@@ -243,9 +243,9 @@ def facts(out: Path, device_name: str, tiny: bool) -> None:
     width = 64 if tiny else 2048
     matrix = torch.randn(width, width, dtype=torch.float64)
     matrix = matrix @ matrix.T
-    for place in dict.fromkeys((torch.device("cpu"), device)):
-        row[f"eigh_{width}_fp64_{place.type}_seconds"] = _seconds(
-            lambda at=place: torch.linalg.eigh(matrix.to(at)), place
+    for target_device in dict.fromkeys((torch.device("cpu"), device)):
+        row[f"eigh_{width}_fp64_{target_device.type}_seconds"] = _seconds(
+            lambda at=target_device: torch.linalg.eigh(matrix.to(at)), target_device
         )
     _append(out, row)
 

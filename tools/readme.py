@@ -94,14 +94,16 @@ def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     long_rows = {row["name"]: row for row in long_report["rows"]}
     rows = sorted(report["rows"], key=lambda row: (row["role"] != "baseline", -row["kv"]["ratio"]))
     titles = list(SHOWN.values())
-    place = titles.index(SHOWN["loss_change"]) + 1
-    titles.insert(place, _long_title(long_report))
+    column_index = titles.index(SHOWN["loss_change"]) + 1
+    titles.insert(column_index, _long_title(long_report))
     lines = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
     for row in rows:
         name = row["name"] if row["role"] == "variant" else f"`{row['name']}`"
         cells = [columns_by_key[key].text(row, report) for key in SHOWN]
         in_long = long_rows.get(row["name"])
-        cells.insert(place, columns_by_key["loss_change"].text(in_long, long_report) if in_long else "not measured")
+        cells.insert(
+            column_index, columns_by_key["loss_change"].text(in_long, long_report) if in_long else "not measured"
+        )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", caption(report, long_report), ""])
 

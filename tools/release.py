@@ -113,9 +113,9 @@ def try_wheel(wheel: Path, folder: Path) -> dict[str, str]:
     (site / "packages.pth").write_text("".join(f"{path}\n" for path in paths))
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", wheel]
     _run(install, here)
-    place = Path(_run([python, "-c", "import surgery; print(surgery.__file__)"], here).strip())
-    if site not in place.parents:
-        raise NotReady(f"imported {place} instead of the wheel")
+    module_path = Path(_run([python, "-c", "import surgery; print(surgery.__file__)"], here).strip())
+    if site not in module_path.parents:
+        raise NotReady(f"imported {module_path} instead of the wheel")
     surgery = folder / "venv" / "bin" / "surgery"
     return {" ".join(arguments): _run([surgery, *arguments], here) for arguments in TRIED}
 

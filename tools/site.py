@@ -34,12 +34,12 @@ def without_outside_links(markdown: str, uri: str) -> str:
         text, target, _ = link.groups()
         if "://" in target or target.startswith("mailto:"):
             return link[0]
-        place = posixpath.normpath(posixpath.join("docs", posixpath.dirname(uri), target))
-        if place.startswith("docs/"):
+        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(uri), target))
+        if path.startswith("docs/"):
             return link[0]  # checked by MkDocs
-        if not (ROOT / place).exists():
-            raise ValueError(f"docs/{uri}: links to {place}, which does not exist")
-        return text if place in text else f"{text} (`{place}`)"
+        if not (ROOT / path).exists():
+            raise ValueError(f"docs/{uri}: links to {path}, which does not exist")
+        return text if path in text else f"{text} (`{path}`)"
 
     parts = FENCE.split(markdown)
     return "".join(part if part.startswith("```") else LINK.sub(replacement, part) for part in parts)

@@ -27,7 +27,7 @@ from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.disk import as_json, disk_errors
 from surgery.checkpoint.file_kinds import list_files
-from surgery.checkpoint.output_place import output_lock
+from surgery.checkpoint.output_path import output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError

@@ -29,9 +29,9 @@ class MixedSequences:
         self.data_sha256 = digest({"parts": [part.data_sha256 for part in parts], "order": self._order.tolist()})
 
     def sequence(self, number: int) -> TrainingRow:
-        period, place = divmod(number, len(self._order))
-        part = int(self._order[place])
-        return self._parts[part].sequence(int(period * self._in_period[part] + self._before[place, part]))
+        period, position = divmod(number, len(self._order))
+        part = int(self._order[position])
+        return self._parts[part].sequence(int(period * self._in_period[part] + self._before[position, part]))
 
     def describe(self) -> dict[str, Any]:
         total = sum(self._weights)

@@ -79,15 +79,15 @@ def _token_file(
 ) -> TokenFile:
     """Open the tokenized documents of a source, which the main process writes to the folder if they are missing."""
     identity = source.identity(tokenizer)
-    place = folder / f"tokens-{digest(identity)[:16]}"
+    path = folder / f"tokens-{digest(identity)[:16]}"
 
     def write() -> None:
-        if TokenFile.read(place, identity) is None:
+        if TokenFile.read(path, identity) is None:
             with progress.phase(f"tokenizing {source.source}", None, "token") as advance:
-                TokenFile.write(place, identity, source.documents(tokenizer), source.tokens, advance)
+                TokenFile.write(path, identity, source.documents(tokenizer), source.tokens, advance)
 
     processes.from_main(write)
-    file = TokenFile.read(place, identity)
+    file = TokenFile.read(path, identity)
     if file is None:
-        raise SurgeryError(f"{place}: not visible to every process; choose an --out on a shared disk")
+        raise SurgeryError(f"{path}: not visible to every process; choose an --out on a shared disk")
     return file

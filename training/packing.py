@@ -164,10 +164,10 @@ class PackedSequences:
         }
 
     def sequence(self, number: int) -> TrainingRow:
-        epoch, place = divmod(number, self.rows)
+        epoch, row_index = divmod(number, self.rows)
         if epoch != self._epoch:
             self._epoch, self._permutation = epoch, shuffled(self.rows, self._seed, ROW_ORDER, epoch)
-        pieces = self._layout.pieces(self._file, int(self._permutation[place]))
+        pieces = self._layout.pieces(self._file, int(self._permutation[row_index]))
         if self._recalls is not None:
             pieces = self._recalls.planted(number, pieces)
         return self._shape.row(pieces)
@@ -189,11 +189,11 @@ class _Layout:
     def pieces(self, file: TokenFile, row: int) -> list[list[int]]:
         start, end = row * self._room, (row + 1) * self._room
         pieces = []
-        for place in range(int(np.searchsorted(self._offsets, start, side="right")) - 1, len(self._documents)):
-            first, last = int(self._offsets[place]), int(self._offsets[place + 1])
+        for index in range(int(np.searchsorted(self._offsets, start, side="right")) - 1, len(self._documents)):
+            first, last = int(self._offsets[index]), int(self._offsets[index + 1])
             if first >= end:
                 break
-            number = int(self._documents[place])
+            number = int(self._documents[index])
             pieces.append(file.document(number, max(start, first) - first, min(end, last) - first))
         return pieces
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.checkpoint.output_place import LOCK
+from surgery.checkpoint.output_path import LOCK
 from surgery.checkpoint.work_folder import MARKER
 
 LOG = "heal.jsonl"

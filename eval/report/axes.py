@@ -59,8 +59,8 @@ def change_axis(ax: Axes, values: list[float], *, linear: bool = False) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if abs(value) < 1e-12 else _signed(value)))
 
 
-def _ticks(axis: Axis, places: list[float], form) -> None:
-    axis.set_major_locator(FixedLocator(places))
+def _ticks(axis: Axis, locations: list[float], form) -> None:
+    axis.set_major_locator(FixedLocator(locations))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
     axis.set_minor_formatter(NullFormatter())

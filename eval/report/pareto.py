@@ -148,7 +148,7 @@ def _legend(ax: Axes, roles: set, better: str) -> None:
 
 
 def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point], labeled: set[int]) -> None:
-    """Label every point, at the candidate position of `PLACES` that overlaps no label and the fewest markers and lines.
+    """Label every point, at the one of `LABEL_POSITIONS` that overlaps no label and the fewest markers and lines.
 
     Points that are always shown come first. A label that would overlap another one at every position is omitted.
     """
@@ -163,27 +163,34 @@ def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point
         style = {"fontsize": 8.5, "color": INK, "zorder": 4, "gid": None if id(point) in labeled else REST}
         text = ax.annotate(label(point.row["name"]), (point.x, point.y), (0, 0), textcoords="offset points", **style)
         extent = text.get_window_extent()
-        boxes = {place: _box(marks[id(point)], extent.width, extent.height, place, scale) for place in PLACES}
-        free = [place for place in PLACES if not any(_overlap(boxes[place], other) for other in label_boxes)]
+        boxes = {
+            position: _box(marks[id(point)], extent.width, extent.height, position, scale)
+            for position in LABEL_POSITIONS
+        }
+        free = [
+            position
+            for position in LABEL_POSITIONS
+            if not any(_overlap(boxes[position], other) for other in label_boxes)
+        ]
         if not free:
             text.remove()
             continue
-        place = min(
+        position = min(
             free, key=lambda p: sum(_overlap(boxes[p], t) for t in boxes_of_marks) + 5 * (not _inside(boxes[p], frame))
         )
-        text.set(position=place[:2], ha=place[2], va=place[3])
-        label_boxes.append(boxes[place])
+        text.set(position=position[:2], ha=position[2], va=position[3])
+        label_boxes.append(boxes[position])
 
 
-def _box(mark: tuple, width: float, height: float, place: tuple, scale: float) -> tuple:
+def _box(mark: tuple, width: float, height: float, position: tuple, scale: float) -> tuple:
     """Compute the bounding box of a label next to its point: left, bottom, right, top in pixels."""
-    dx, dy, ha, va = place
+    dx, dy, ha, va = position
     x = mark[0] + dx * scale - {"left": 0, "center": width / 2, "right": width}[ha]
     bottom = mark[1] + dy * scale - {"bottom": 0, "center": height / 2, "top": height}[va]
     return x, bottom, x + width, bottom + height
 
 
-PLACES = tuple(
+LABEL_POSITIONS = tuple(
     (dx * reach, dy * reach, ha, va)
     for reach in (1, 2.2, 3.6, 5, 7)
     for dx, dy, ha, va in (

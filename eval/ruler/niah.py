@@ -61,10 +61,10 @@ class Needles:
         return Draft(prompt, references)
 
     def _context(self, setting: Setting, size: int, needles: list[str], used_keys: set[str]) -> str:
-        domain, rng, places = setting.domain, setting.rng("haystack"), setting.rng("places")
+        domain, rng, cut_rng = setting.domain, setting.rng("haystack"), setting.rng("places")
         if self.haystack == "prose":
             lines = setting.haystack.sentences(rng.randrange(len(setting.haystack.units)), size)
-            cuts = sorted(int(len(lines) * depth / 100) for depth in places.sample(DEPTHS, len(needles)))
+            cuts = sorted(int(len(lines) * depth / 100) for depth in cut_rng.sample(DEPTHS, len(needles)))
             join = setting.haystack.separator
         else:
             if self.haystack == "noise":
@@ -74,7 +74,7 @@ class Needles:
                 keys = [key for key in keys if key not in used_keys][:size]
                 values = setting.rng("distractors")
                 lines = [self._needle(setting, key, self._value(values, setting)) for key in keys]
-            cuts = sorted(places.sample(range(size), len(needles)))
+            cuts = sorted(cut_rng.sample(range(size), len(needles)))
             join = domain.join
         for cut, needle in zip(reversed(cuts), reversed(needles), strict=True):
             lines.insert(cut, needle)

@@ -67,7 +67,7 @@ class NeedleHaystack:
         starts = np.asarray([text.startswith(self._blank or "\n") for text in texts])[kind_of]
         stops = np.asarray([not self._blank or text.endswith((".", "?", "!")) for text in texts])[kind_of]
         between_words = np.roll(starts, -1)
-        self._places_for_needles = (between_words & stops, between_words)
+        self._allowed_cuts = (between_words & stops, between_words)
 
     def prompt(self, length: int, depth: float, rng: random.Random) -> NeedlePrompt:
         """Build a prompt of `length - ANSWER_TOKENS` tokens with a needle at `depth` percent of the haystack.
@@ -89,17 +89,17 @@ class NeedleHaystack:
                 f"a needle, its question and its answer take {length - room} tokens: "
                 f"a needle length of {length} is too small"
             )
-        places = (rng.randrange(len(self._ids)) + np.arange(room)) % len(self._ids)
-        text, cut = self._ids[places].tolist(), self._cut(places, depth)
+        indices = (rng.randrange(len(self._ids)) + np.arange(room)) % len(self._ids)
+        text, cut = self._ids[indices].tolist(), self._cut(indices, depth)
         return NeedlePrompt((*head, *text[:cut], *fact, *text[cut:], *question), value)
 
-    def _cut(self, places: np.ndarray, depth: float) -> int:
+    def _cut(self, indices: np.ndarray, depth: float) -> int:
         """Return the index of the haystack token before which the needle is inserted."""
-        size = len(places)
+        size = len(indices)
         cut = round(size * depth / 100)
         if 0 < cut < size:
-            for allowed in self._places_for_needles:
-                cuts = np.flatnonzero(allowed[places]) + 1
+            for allowed in self._allowed_cuts:
+                cuts = np.flatnonzero(allowed[indices]) + 1
                 nearest = cuts[np.abs(cuts - cut).argmin()] if len(cuts) else size
                 if abs(nearest - cut) <= NEAR * size:
                     return int(nearest)

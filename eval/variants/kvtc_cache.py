@@ -275,7 +275,7 @@ def kvtc_spectra(model: PreTrainedModel, sequences: LongTensor) -> tuple[Spectru
     count, length = sequences.shape
     positions = torch.arange(FIRST, length, device=device)[None]
     angles = decoder.rotary_emb(torch.empty(0, device=device), positions)
-    places = torch.linspace(0, length - FIRST - 1, -(-SAMPLE // count), device=device).long()
+    indices = torch.linspace(0, length - FIRST - 1, -(-SAMPLE // count), device=device).long()
     sums: list[tuple[Tensor, Tensor]] = []
     samples: tuple[list, list] = ([], [])
     with evaluation_mode(model):
@@ -284,7 +284,7 @@ def kvtc_spectra(model: PreTrainedModel, sequences: LongTensor) -> tuple[Spectru
             vectors = [part[0] for part in tokens.gather(cache, slice(FIRST, length), angles)]
             moments = [(each.sum(0).double(), (each.T @ each).double()) for each in vectors]
             for sample, each in zip(samples, vectors, strict=True):
-                sample.append(each[places])
+                sample.append(each[indices])
             if not sums:
                 sums = moments
                 continue

@@ -100,8 +100,8 @@ def lloyd_max(width: int, bits: int) -> Tensor:
     for _ in range(LLOYD_STEPS):
         edges = torch.cat([-far, (levels[1:] + levels[:-1]) / 2, far])
         steps = torch.linspace(0, 1, TRAPEZOIDS + 1, dtype=torch.float64)
-        places = edges[:-1, None] + (edges[1:] - edges[:-1])[:, None] * steps
-        density = torch.exp(-places.square() / 2)
+        points = edges[:-1, None] + (edges[1:] - edges[:-1])[:, None] * steps
+        density = torch.exp(-points.square() / 2)
         density[:, [0, -1]] /= 2
-        levels = (places * density).sum(1) / density.sum(1)
+        levels = (points * density).sum(1) / density.sum(1)
     return (levels / math.sqrt(width)).float()

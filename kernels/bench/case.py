@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Inputs = dict[str, Tensor]
-Place = dict[str, Any]
+CaseFields = dict[str, Any]
 """Fields common to all cases, by name."""
 Baseline = Callable[[Inputs], Callable[[], Tensor]]
 """Function from a case's inputs to a call that computes the same output; preparation of layouts is not timed."""
@@ -65,8 +65,8 @@ class Case(ABC):
 
     @classmethod
     @abstractmethod
-    def at(cls, place: Place) -> Iterator[Case]:
-        """Yield all cases of the operation for the common fields `place`."""
+    def at(cls, fields: CaseFields) -> Iterator[Case]:
+        """Yield all cases of the operation for the common fields `fields`."""
 
     @property
     @abstractmethod

@@ -47,7 +47,7 @@ def cases(
         for name in names:
             if name not in choices:
                 raise ValueError(f"unknown {what} {name!r}; choose from {', '.join(choices)}")
-    places = [
+    common_fields = [
         {"model": model, "batch": batch, "context": context, "dtype": dtype, "shape": MODELS[model]}
         for dtype in dtypes
         for context, batch in sorted(
@@ -55,5 +55,5 @@ def cases(
         )
         for model in models
     ]
-    each = [[case for place in places for case in OPERATIONS[name].at(place)] for name in operations]
+    each = [[case for fields in common_fields for case in OPERATIONS[name].at(fields)] for name in operations]
     return [case for turn in zip_longest(*each) for case in turn if case is not None]

@@ -228,14 +228,14 @@ def _free_memory(device: torch.device) -> float:
 
 
 def _line(row: dict) -> str:
-    place = f"{row['operation']} {row['model']} {row['variant']} batch {row['batch']} context {row['context']}"
+    label = f"{row['operation']} {row['model']} {row['variant']} batch {row['batch']} context {row['context']}"
     if "skipped" in row:
-        return f"{place}: skipped, {row['skipped']}"
+        return f"{label}: skipped, {row['skipped']}"
     if not row["gate"]["passed"]:
-        return f"{place}: FAILED, {'; '.join(row['gate']['reasons'])}"
+        return f"{label}: FAILED, {'; '.join(row['gate']['reasons'])}"
     if "seconds" not in row:
-        return f"{place}: correct, relative error {row['gate']['error']:.1e}"
+        return f"{label}: correct, relative error {row['gate']['error']:.1e}"
     return (
-        f"{place}: {row['seconds'] * 1e6:,.1f} us, {row['bytes_per_second'] / 1e9:,.0f} GB/s "
+        f"{label}: {row['seconds'] * 1e6:,.1f} us, {row['bytes_per_second'] / 1e9:,.0f} GB/s "
         f"({row['share_of_copy']:.0%} of copy), {row['flops_per_second'] / 1e12:,.0f} TFLOP/s"
     )

@@ -170,18 +170,18 @@ def hybrid_decode_kernel(
     for base in range(first, stop, BLOCK_N):
         slot = base + tl.arange(0, BLOCK_N)
         is_sink = slot < num_sinks
-        place = tl.where(is_sink, start + slot, slot + shift)
+        position = tl.where(is_sink, start + slot, slot + shift)
         # A sink slot is empty until its token has left the window.
-        slot_mask = (slot < stop) & (place >= low) & (~is_sink | (place < shift + num_sinks))
+        slot_mask = (slot < stop) & (position >= low) & (~is_sink | (position < shift + num_sinks))
         key = tl.load(
             keys + slot.to(tl.int64)[:, None] * key_token + number[None, :],
             mask=slot_mask[:, None] & (number < D)[None, :],
             other=0.0,
         )
         logits = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
-        ahead = own - place[None, :]
-        near = (ahead < width) | (place - start < many)[None, :]
-        mask = slot_mask[None, :] & (((ahead >= 0) & (place >= start)[None, :] & near) | (ahead == 0))
+        ahead = own - position[None, :]
+        near = (ahead < width) | (position - start < many)[None, :]
+        mask = slot_mask[None, :] & (((ahead >= 0) & (position >= start)[None, :] & near) | (ahead == 0))
         logits = tl.where(mask, logits, -float("inf"))
         weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)
         value = tl.load(

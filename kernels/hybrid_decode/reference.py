@@ -38,13 +38,13 @@ def hybrid_attention(
         starts = torch.zeros_like(lengths)
     lengths, starts = lengths.long()[:, None], starts.long()[:, None]
     own = lengths - tokens + torch.arange(tokens, device=query.device)
-    places = torch.arange(capacity, device=query.device).expand(rows, -1)
-    of_full = visible(own, places, starts, 0, None)
+    positions = torch.arange(capacity, device=query.device).expand(rows, -1)
+    of_full = visible(own, positions, starts, 0, None)
     slot = torch.arange(slots, device=query.device)
     window_start = lengths - (slots - sink_slots)
-    places = torch.where(slot < sink_slots, starts + slot, window_start + slot - sink_slots)
-    filled = (slot >= sink_slots) | (places < window_start)
-    of_streaming = visible(own, places, starts, sinks, recent) & filled[:, None]
+    positions = torch.where(slot < sink_slots, starts + slot, window_start + slot - sink_slots)
+    filled = (slot >= sink_slots) | (positions < window_start)
+    of_streaming = visible(own, positions, starts, sinks, recent) & filled[:, None]
 
     size = query.shape[2] // (full_heads + streaming_key.shape[1])
     split = full_heads * size
@@ -56,19 +56,19 @@ def hybrid_attention(
     return torch.cat(outs, dim=2), torch.cat(logs, dim=2)
 
 
-def visible(own: Tensor, places: Tensor, starts: Tensor, sinks: int | Tensor, recent: int | Tensor | None) -> Tensor:
+def visible(own: Tensor, positions: Tensor, starts: Tensor, sinks: int | Tensor, recent: int | Tensor | None) -> Tensor:
     """Return the boolean mask [B, T, S]: each query sees itself and, from its row's start, sinks and recent tokens.
 
     A padding query sees only itself.
 
     Args:
         own: positions of the queries [B, T].
-        places: positions of the keys [B, S].
+        positions: positions of the keys [B, S].
         starts: first position of each row that is no padding [B, 1].
         sinks, recent: number of first and latest visible tokens; all if `recent` is None.
     """
-    own, places, starts = own[:, :, None], places[:, None], starts[:, None]
-    mask = (places >= starts) & (places <= own)
+    own, positions, starts = own[:, :, None], positions[:, None], starts[:, None]
+    mask = (positions >= starts) & (positions <= own)
     if recent is not None:
-        mask &= (own - places < recent) | (places - starts < sinks)
-    return (mask | (places == own)) & (places >= 0)
+        mask &= (own - positions < recent) | (positions - starts < sinks)
+    return (mask | (positions == own)) & (positions >= 0)

@@ -71,12 +71,12 @@ def lowrank_decode_kernel(
 
     # Queries, in halves: the heads of a token, then those of the next one.
     member = (tl.program_id(0) % ROW_BLOCKS) * ROWS + tl.arange(0, ROWS)
-    token, place = member // SIZE, member % SIZE
+    token, head_in_group = member // SIZE, member % SIZE
     real = token < tokens
     own = length - tokens + token
     column = tl.arange(0, HALF)
     inside = column < width
-    at = query + row * query_row + token.to(tl.int64) * query_token + (head * SIZE + place) * query_head
+    at = query + row * query_row + token.to(tl.int64) * query_token + (head * SIZE + head_in_group) * query_head
     at = at[:, None] + column[None, :]
     query_near = tl.load(at, mask=real[:, None] & inside[None, :], other=0.0)
     query_far = tl.load(at + width, mask=real[:, None] & inside[None, :], other=0.0)
@@ -187,7 +187,7 @@ def lowrank_decode_kernel(
         rescale = tl.full([ROWS], 1.0, tl.float32)
 
     norm = 1.0 / tl.where(l_i > 0, l_i, 1.0)
-    entry = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + place
+    entry = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + head_in_group
     # This order of terms keeps register use as low as with a constant number of splits.
     at = out + split * (VALUE_RANK + EXACT_DIM) + entry * (splits * (VALUE_RANK + EXACT_DIM))
     for piece in tl.static_range(VALUE_CHUNKS):

@@ -100,9 +100,13 @@ def lowrank_attention(
     # Tokens that no query sees may hold anything, NaN included.
     positions = offset[:, None] + torch.arange(held_tokens, device=device)
     own = (length - tokens)[:, None, None] + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
-    place = positions[:, None]
-    visible = (place >= torch.maximum(low, start)[:, None, None]) & (place < stop[:, None, None])
-    visible = visible & (place <= own - window) & (place < torch.minimum(offset + held_tokens, length)[:, None, None])
+    key_position = positions[:, None]
+    visible = (key_position >= torch.maximum(low, start)[:, None, None]) & (key_position < stop[:, None, None])
+    visible = (
+        visible
+        & (key_position <= own - window)
+        & (key_position < torch.minimum(offset + held_tokens, length)[:, None, None])
+    )
     latent = latent.masked_fill(~visible.any(1)[..., None], 0)
 
     reads = None if ranges is None else torch.tensor(ranges, device=device).view(-1, 4)
@@ -114,9 +118,15 @@ def lowrank_attention(
     count = 0
     if exact_key is not None:
         count = exact_key.shape[2]
-        place = exact_slots.long()[:, None]
-        is_rebuilt = (place >= low[:, None, None]) & (place < stop[:, None, None]) & (place <= own - window)
-        exact_visible = (place >= start[:, None, None]) & (place >= 0) & (place <= own) & ~is_rebuilt
+        exact_position = exact_slots.long()[:, None]
+        is_rebuilt = (
+            (exact_position >= low[:, None, None])
+            & (exact_position < stop[:, None, None])
+            & (exact_position <= own - window)
+        )
+        exact_visible = (
+            (exact_position >= start[:, None, None]) & (exact_position >= 0) & (exact_position <= own) & ~is_rebuilt
+        )
         hidden = ~exact_visible.any(1)[:, None, :, None]
         exact_key, exact_value = exact_key.masked_fill(hidden, 0), exact_value.masked_fill(hidden, 0)
         if raw_exact:

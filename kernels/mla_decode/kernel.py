@@ -199,12 +199,12 @@ def mla_decode_kernel(
         token_mask = token < stop
         if PAGE > 0:
             base = tl.load(pages + batch * pages_row + token // PAGE, mask=token_mask, other=0).to(tl.int64)
-            place = (token % PAGE).to(tl.int64)
+            token_index = (token % PAGE).to(tl.int64)
         else:
             base = batch
-            place = token.to(tl.int64)
+            token_index = token.to(tl.int64)
 
-        latent_at = latent + base * latent_row + place * latent_token
+        latent_at = latent + base * latent_row + token_index * latent_token
         tiles = ()
         logits = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
         for i in tl.static_range(CHUNKS):
@@ -215,7 +215,7 @@ def mla_decode_kernel(
             tiles = tiles + (tile,)
             logits = tl.dot(queries[i], tl.trans(tile), logits, input_precision="ieee")
         if ROPE > 0:
-            rope_at = rope_key + base * rope_key_row + place * rope_key_token
+            rope_at = rope_key + base * rope_key_row + token_index * rope_key_token
             tile_there = token_mask[:, None]
             if ROPE < ROPE_BLOCK:
                 tile_there = tile_there & (rope_column < ROPE)[None, :]
@@ -224,7 +224,7 @@ def mla_decode_kernel(
 
         logits *= scale * LOG2E
         if key_gain is not None:
-            gain_at = key_gain + base * key_gain_row + place * key_gain_token
+            gain_at = key_gain + base * key_gain_row + token_index * key_gain_token
             gain_there = real[:, None] & token_mask[None, :]
             gain = tl.load(gain_at[None, :] + (head // heads_per_gain)[:, None], mask=gain_there, other=0.0)
             logits *= gain.to(tl.float32)

@@ -141,25 +141,25 @@ def unpack_rows_kernel(
         mask = token < length
         if PAGE > 0:
             base = tl.load(pages + batch * pages_row + token // PAGE, mask=mask, other=0).to(tl.int64)
-            place = (token % PAGE).to(tl.int64)
+            token_index = (token % PAGE).to(tl.int64)
         else:
             base = batch
-            place = token.to(tl.int64)
-        rows_at = rows + base * rows_row + place * rows_token
-        first_place = 0 if exact_starts is None else tl.load(exact_starts + batch)
-        nth = token - first_place
+            token_index = token.to(tl.int64)
+        rows_at = rows + base * rows_row + token_index * rows_token
+        first_token = 0 if exact_starts is None else tl.load(exact_starts + batch)
+        nth = token - first_token
         is_first = mask & (nth >= 0) & (nth < first_tokens)
-        has_first = (start < first_place + first_tokens) & (start + BLOCK_TOKENS > first_place)
-        to_row, to_place = batch, token.to(tl.int64)
+        has_first = (start < first_token + first_tokens) & (start + BLOCK_TOKENS > first_token)
+        to_row, to_token = batch, token.to(tl.int64)
         if TO_PAGES:
-            to_row, to_place = base, place
+            to_row, to_token = base, token_index
 
         for i in range(PLANES):
             slot = i * CHUNK + tl.arange(0, CHUNK)
             near, far = values_of(rows_at, entries + i * CHUNK, step, mean, slot, mask, CHUNK)
             if has_first:
                 near, far = with_first(near, far, exact, batch, nth, is_first, slot, RANK // 2, exact_row, exact_token)
-            to = latent + to_row * latent_row + to_place * latent_token
+            to = latent + to_row * latent_row + to_token * latent_token
             store_pairs(to[:, None], near, far, i, mask, RANK, BLOCK_TOKENS, CHUNK)
         for i in range(ROPE_PLANES):
             pair = i * CHUNK + tl.arange(0, CHUNK)
@@ -170,13 +170,13 @@ def unpack_rows_kernel(
                 )
             near, far = turned(near, far, within, STEP, token % STEP, pair, pair < PAIRS, PAIRS)
             near, far = turned(near, far, begins, begin_rows, token // STEP, pair, pair < PAIRS, PAIRS)
-            to = rope_key + to_row * rope_key_row + to_place * rope_key_token
+            to = rope_key + to_row * rope_key_row + to_token * rope_key_token
             store_pairs(to[:, None], near, far, i, mask, 2 * PAIRS, BLOCK_TOKENS, CHUNK)
         if GAINS > 0:
             gain = tl.arange(0, GAIN_BLOCK)
             gain_mask = mask[:, None] & (gain < GAINS)[None, :]
             gains = tl.load(rows_at[:, None] + (gain_lane + gain)[None, :], mask=gain_mask, other=0)
-            to = key_gain + to_row * key_gain_row + to_place * key_gain_token
+            to = key_gain + to_row * key_gain_row + to_token * key_gain_token
             tl.store(to[:, None] + gain[None, :], gains.to(tl.float16, bitcast=True), mask=gain_mask)
 
 

@@ -40,8 +40,8 @@ def packed_latent_attention(
     batch, capacity = rows.shape[:2]
     values, gain = values_of(rows, step, mean, fields, rank, within, begins, exact, exact_starts)
     ends = all_rows(capacity, batch, query.device) if lengths is None else lengths.clamp(max=capacity)
-    place = torch.arange(capacity, device=query.device)
-    mask = visible(place < ends[:, None], ends, starts, query.shape[1], window)
+    positions = torch.arange(capacity, device=query.device)
+    mask = visible(positions < ends[:, None], ends, starts, query.shape[1], window)
     return shared_attention(query, values[..., :rank], values[..., rank:], scale, mask, gain)
 
 
@@ -61,14 +61,14 @@ def values_of(
     codes, gain = unpack(rows, fields)
     highest = torch.cat([mean.new_full((count,), 2**bits - 1) for _, count, _, bits in grouped(fields)])
     values = (codes - 0.5 * highest) * step + mean
-    place = torch.arange(capacity, device=rows.device)
+    positions = torch.arange(capacity, device=rows.device)
     if exact is not None and exact.shape[1]:
-        slot = place - (place.new_zeros(batch, 1) if exact_starts is None else exact_starts[:, None])
+        slot = positions - (positions.new_zeros(batch, 1) if exact_starts is None else exact_starts[:, None])
         index = slot.clamp(0, exact.shape[1] - 1).long()[..., None].expand(-1, -1, exact.shape[2])
         is_exact = (slot >= 0) & (slot < exact.shape[1])
         values = torch.where(is_exact[..., None], exact.to(wide).gather(1, index), values)
     if within is not None:
-        cos, sin = cos_sin(place, within.to(wide), begins.to(wide))
+        cos, sin = cos_sin(positions, within.to(wide), begins.to(wide))
         real, imag = values[..., rank::2], values[..., rank + 1 :: 2]
         rope_key = torch.stack([real * cos - imag * sin, real * sin + imag * cos], dim=-1).flatten(-2)
         values = torch.cat((values[..., :rank], rope_key), dim=-1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 def grouped(fields: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """Return (first byte, number of bytes, lowest bit, bits) of each field."""
-    return list(zip(*(fields[place::4] for place in range(4)), strict=True))
+    return list(zip(*(fields[column::4] for column in range(4)), strict=True))
 
 
 def row_bytes(fields: Sequence[int]) -> int:

@@ -52,8 +52,8 @@ def field_table(fields: tuple[int, ...], device: torch.device) -> Tensor:
     entries: list[list[int]] = [[] for _ in range(row_bytes(fields))]
     channel = 0
     for first, count, position, bits in grouped(fields):
-        for place in range(count):
-            entries[first + place].append((channel + place) * 64 + position * 8 + bits - 1)
+        for offset in range(count):
+            entries[first + offset].append((channel + offset) * 64 + position * 8 + bits - 1)
         channel += count
     length = max(map(len, entries))
     padded = [each + [-1] * (length - len(each)) for each in entries]

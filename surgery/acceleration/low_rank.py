@@ -138,15 +138,15 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
     for up_projections, order in ((module.key_up, part.key_order), (module.value_up, part.value_order)):
         ups = up_projections.matrices()
         widest = max(up.shape[1] for up in ups.values())
-        rows, places = [], []
+        rows, spans = [], []
         for number, up in ups.items():
             wide = nn.functional.pad(up.detach(), (0, widest - up.shape[1])) if up.shape[1] < widest else up.detach()
             rows.append(wide.unflatten(0, (-1, module.head_dim)))
             rank = module.ranks[number]
-            places += [(ends[number] - rank, rank)] * len(rows[-1])
+            spans += [(ends[number] - rank, rank)] * len(rows[-1])
         stacked = rows[0] if len(rows) == 1 else torch.cat(rows)
         sides.append(take(stacked, order, 0))
-        ranges.append(places if order is None else [places[place] for place in order])
+        ranges.append(spans if order is None else [spans[index] for index in order])
     if len(module.ranks) == 1:
         return *sides, None
     return *sides, [(*key, *value) for key, value in zip(*ranges, strict=True)]

@@ -84,5 +84,5 @@ def _first_positions(padding: LeftPadding, device: torch.device) -> Tensor | Non
     """Return the position of each row's first token that is no padding, int32 [B]; None without padding."""
     if not padding.most:
         return None
-    places = padding.on(device)
-    return once(places, _first_positions, lambda: places.to(torch.int32))
+    positions = padding.on(device)
+    return once(positions, _first_positions, lambda: positions.to(torch.int32))

@@ -215,12 +215,12 @@ def score_heads(
     head_settings = HeadSettings.from_mapping({**read, "method": method, **settings}, "score_heads")
     with (
         on_disk(model, tokenizer) as source,
-        placed(out, f"{source.name}-heads-{method}{SUFFIX}") as (place, temporary),
+        placed(out, f"{source.name}-heads-{method}{SUFFIX}") as (output, temporary),
     ):
         from surgery.heads.scoring import score_heads as score
 
         options = {"overwrite": overwrite, "allow_pickle": allow_pickle, "progress": Progress(silent=not progress)}
-        scored = score(source.path, place, head_settings, **options)
+        scored = score(source.path, output, head_settings, **options)
         return ScoredHeads(scored.path, scored.pattern, _kept=temporary)
 
 

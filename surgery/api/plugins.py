@@ -54,7 +54,7 @@ def register_method(structure: str, name: str, method: Any) -> None:
     from surgery.common.plugins import load
     from surgery.structures.registry import TARGETS
 
-    places = {target.name: target.methods for target in TARGETS.working().values() if target.methods}
-    if structure not in places:
-        raise SurgeryError(f"cannot add methods to {structure!r}: choose one of {', '.join(places)}")
-    load(places[structure]).register(name, method)
+    registries = {target.name: target.methods for target in TARGETS.working().values() if target.methods}
+    if structure not in registries:
+        raise SurgeryError(f"cannot add methods to {structure!r}: choose one of {', '.join(registries)}")
+    load(registries[structure]).register(name, method)

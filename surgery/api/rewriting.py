@@ -15,7 +15,7 @@ from surgery.api.model_arguments import Model, on_disk, placed
 from surgery.api.results import Checkpoint, Converted, Healed, ScoredHeads
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.checkpoint.location import find_local
-from surgery.checkpoint.output_place import settle_output
+from surgery.checkpoint.output_path import settle_output
 from surgery.common.file_settings import read_mapping
 from surgery.common.human import seconds_of
 from surgery.common.progress import Progress
@@ -166,13 +166,13 @@ def heal(
         student = opened.enter_context(on_disk(model, tokenizer))
         if teacher is not None:
             settings["teacher"] = opened.enter_context(on_disk(teacher, tokenizer)).path
-        place, temporary = opened.enter_context(placed(out, f"{student.name}-healed"))
-        settle_output(student.path, find_local(student.path), place, "healed", overwrite=overwrite)
+        output, temporary = opened.enter_context(placed(out, f"{student.name}-healed"))
+        settle_output(student.path, find_local(student.path), output, "healed", overwrite=overwrite)
         from surgery.healing.heal import HealRequest, heal_checkpoint
 
         request = HealRequest(
             student.path,
-            place,
+            output,
             config,
             settings,
             processes=processes,
@@ -201,13 +201,13 @@ def _convert(
     """Convert a model and heal it for ``heal`` seconds, if not None; ``further`` are fields of the request."""
     with (
         on_disk(model, tokenizer, tokenized=settings.calibration != NO_CALIBRATION) as source,
-        placed(out, f"{source.name}-{target.name}") as (place, temporary),
+        placed(out, f"{source.name}-{target.name}") as (output, temporary),
     ):
-        target.check_places(source.path, place, settings, overwrite=overwrite)
+        target.check_paths(source.path, output, settings, overwrite=overwrite)
         from surgery.structures.converter import convert
         from surgery.structures.request import ConversionRequest
 
-        request = ConversionRequest(source.path, place, settings, overwrite=overwrite, **further)
+        request = ConversionRequest(source.path, output, settings, overwrite=overwrite, **further)
         bars = Progress(silent=not progress)
         if heal is None:
             conversion = convert(request, progress=bars)

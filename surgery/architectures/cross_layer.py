@@ -63,18 +63,18 @@ class OwnCrossLayer:
         """Return the new tensors of a group of layers with these ``anatomies``, as planned."""
         start = self.groups[group][0]
         result = {}
-        for place, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
-            prefix = ATTENTION_PREFIX.format(layer=start + place)
-            result[prefix + "basis_down"] = _stored(anatomies[place], down.mT).mT.to(self.dtype).contiguous()
-            result[prefix + "basis_up"] = _stored(anatomies[place], up).to(self.dtype).contiguous()
+        for member, (down, up) in enumerate(zip(basis.down, basis.up, strict=True)):
+            prefix = ATTENTION_PREFIX.format(layer=start + member)
+            result[prefix + "basis_down"] = _stored(anatomies[member], down.mT).mT.to(self.dtype).contiguous()
+            result[prefix + "basis_up"] = _stored(anatomies[member], up).to(self.dtype).contiguous()
         return result
 
     def latent_tensors(self, group: int, basis: SharedBasis, weights: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return a group's new tensors for MLA; its caches hold latents times the norms' ``weights`` [r], float64."""
         start = self.groups[group][0]
         result = {}
-        for place, (down, up, weight) in enumerate(zip(basis.down, basis.up, weights, strict=True)):
-            prefix = ATTENTION_PREFIX.format(layer=start + place)
+        for member, (down, up, weight) in enumerate(zip(basis.down, basis.up, weights, strict=True)):
+            prefix = ATTENTION_PREFIX.format(layer=start + member)
             unweighted = torch.where(weight == 0, 0, 1 / weight)  # channels of weight 0 are never read
             result[prefix + "basis_down"] = (down * unweighted).to(self.dtype).contiguous()
             result[prefix + "basis_up"] = (up * weight[:, None]).to(self.dtype).contiguous()

@@ -214,11 +214,11 @@ def _cuts_by_name(reader: CheckpointReader, model: LatentModel, layer: int, rank
 
 def _first_indices(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ...]:
     """Return the indices of the first ``counts`` elements of each run, for adjacent runs of these sizes."""
-    places, start = [], 0
+    indices, start = [], 0
     for size, count in zip(sizes, counts, strict=True):
-        places += range(start, start + count)
+        indices += range(start, start + count)
         start += size
-    return tuple(places)
+    return tuple(indices)
 
 
 def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:

@@ -144,48 +144,48 @@ def measure_decoding(
 def _rows(
     subject: Subject, accelerated: bool, settings: DecodeSettings, device: torch.device, began: float
 ) -> Iterator[dict]:
-    place = {"model": subject.name, "kind": subject.kind, "accelerated": accelerated}
+    common = {"model": subject.name, "kind": subject.kind, "accelerated": accelerated}
     model = unless_out_of_memory(lambda: subject.build(device))
     if isinstance(model, OutOfMemory):
-        yield {**place, "skipped": "the weights do not fit into memory"}
+        yield {**common, "skipped": "the weights do not fit into memory"}
         return
-    place["weight_bytes"] = weight_bytes(model)
+    common["weight_bytes"] = weight_bytes(model)
     try:
         if accelerated:
             from surgery.acceleration import accelerate
 
             acceleration = accelerate(model)
             if acceleration.refused:
-                yield {**place, "skipped": acceleration.refused}
+                yield {**common, "skipped": acceleration.refused}
                 return
-            place |= {"layers": sorted(set(acceleration.layers)), "logit_error": acceleration.error}
+            common |= {"layers": sorted(set(acceleration.layers)), "logit_error": acceleration.error}
         for context in settings.contexts:
             batches: set[int] = set()
             for batch in settings.batches:
                 if time.monotonic() - began > settings.seconds:
                     return
-                at = {**place, "context": context}
+                at = {**common, "context": context}
                 row = _row(model, at, batch, device, batches)
                 if row is not None:
                     yield row
     except (ImportError, SurgeryError, ValueError) as error:
-        yield {**place, "skipped": " ".join(str(error).split())[:200]}
+        yield {**common, "skipped": " ".join(str(error).split())[:200]}
     finally:
         del model
         free_memory()
 
 
-def _row(model: Any, place: dict, requested: int | None, device: torch.device, batches: set[int]) -> dict | None:
+def _row(model: Any, common: dict, requested: int | None, device: torch.device, batches: set[int]) -> dict | None:
     """Measure one batch size, the largest that fits for None; return None if it was measured already."""
-    batch = requested or _largest(model, place["context"], device)
+    batch = requested or _largest(model, common["context"], device)
     while batch not in batches:
         batches.add(batch)
-        measurement = unless_out_of_memory(lambda batch=batch: _measure(model, batch, place["context"], device))
+        measurement = unless_out_of_memory(lambda batch=batch: _measure(model, batch, common["context"], device))
         free_memory()
         if not isinstance(measurement, OutOfMemory):
-            return {**place, "batch": batch, "largest": requested is None, **measurement}
+            return {**common, "batch": batch, "largest": requested is None, **measurement}
         if requested is not None or batch == 1:
-            return {**place, "batch": batch, "largest": requested is None, "skipped": "out of memory"}
+            return {**common, "batch": batch, "largest": requested is None, "skipped": "out of memory"}
         batch = max(1, batch * 3 // 4)
     return None
 
@@ -288,9 +288,9 @@ def _transformers() -> str:
 
 def _line(row: dict) -> str:
     how = "accelerated" if row["accelerated"] else "unchanged"
-    place = f"{row['model']} {row['kind']}, {how}"
+    label = f"{row['model']} {row['kind']}, {how}"
     if "context" in row:
-        place += f", context {row['context']}, batch {row.get('batch')}"
+        label += f", context {row['context']}, batch {row.get('batch')}"
     if "skipped" in row:
-        return f"{place}: skipped, {row['skipped']}"
-    return f"{place}: {row['tokens_per_second']:,.0f} tokens/s"
+        return f"{label}: skipped, {row['skipped']}"
+    return f"{label}: {row['tokens_per_second']:,.0f} tokens/s"

@@ -40,9 +40,9 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
         shifts.append(shift)
         inputs.append(store.load(index))
 
-    def cached(place: int, hidden: Tensor) -> Tensor:
-        x, shift = hidden.to(stream.device, stream.dtype), shifts[place]
-        z = (stream.normalize(x) if normed else x) @ rows[place].mT
+    def cached(member: int, hidden: Tensor) -> Tensor:
+        x, shift = hidden.to(stream.device, stream.dtype), shifts[member]
+        z = (stream.normalize(x) if normed else x) @ rows[member].mT
         return z if shift is None else z + shift
 
     return moment_of(inputs, batch_size, cached)
@@ -57,7 +57,7 @@ def moment_of(inputs: Sequence[Tensor], batch_size: int, cached: Callable[[int, 
     """
     moment, precision = 0, None
     for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):
-        z = torch.cat([cached(place, hidden.flatten(0, 1)) for place, hidden in enumerate(batches)], dim=-1)
+        z = torch.cat([cached(member, hidden.flatten(0, 1)) for member, hidden in enumerate(batches)], dim=-1)
         precision = precision or MomentPrecision.of(z.device, 2 * 8 * z.shape[-1] ** 2)
         moment += precision.gram(z)
         give_back(*inputs)
@@ -70,8 +70,8 @@ def _latent_moment(opened: Source, store: BoundaryStore, start: int, stop: int, 
     norms = [[part.to(stream.device, stream.dtype) for part in stream.input_norm(i)[:1]] for i in range(start, stop)]
     inputs = [store.load(index) for index in range(start, stop)]
 
-    def cached(place: int, hidden: Tensor) -> Tensor:
-        layer, norm = layers[place], norms[place]
+    def cached(member: int, hidden: Tensor) -> Tensor:
+        layer, norm = layers[member], norms[member]
         latent = layer.latent(stream.normalize(hidden.to(stream.device, stream.dtype), *norm))
         return latent * layer.gain(latent)
 

@@ -46,7 +46,7 @@ def sample_replies(
         drawn = _sample(model, ids, length, torch.Generator().manual_seed(seed), frozenset(ends), advance)
     replies = []
     for row, start in zip(drawn.tolist(), starts, strict=True):
-        stop = next((place for place in range(start, len(row)) if row[place] in ends), len(row))
+        stop = next((index for index in range(start, len(row)) if row[index] in ends), len(row))
         replies.append(row[: stop + 1])
     return replies
 

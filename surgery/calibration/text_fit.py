@@ -57,7 +57,7 @@ def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str,
     kinds = list(order or ["text"] * len(losses))[: len(losses)]
     fit = {}
     for kind in dict.fromkeys(kinds):
-        own = losses[[place for place, other in enumerate(kinds) if other == kind]]
+        own = losses[[index for index, other in enumerate(kinds) if other == kind]]
         memorized = (own < MEMORIZED).double().mean()
         fit[kind] = {"loss": float(own.mean()), "memorised": float(memorized), "tokens": own.numel()}
     return fit

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.read_ahead import Place
+from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.stores import ByteRanges, Store, read_rows
 from surgery.checkpoint.tensors import TensorInfo
 
@@ -70,10 +70,10 @@ class DequantizedStore:
 
         read_rows(ranges, matrix.shape[1], matrix.dtype.itemsize, rows, out)
 
-    def places(self, name: str) -> list[Place]:
-        """Return the byte ranges as :meth:`Store.places` does."""
+    def file_ranges(self, name: str) -> list[FileRange]:
+        """Return the byte ranges as :meth:`Store.file_ranges` does."""
         parts = self._matrices[name].parts if name in self._matrices else (name,)
-        return [place for part in parts for place in self._store.places(part)]
+        return [file_range for part in parts for file_range in self._store.file_ranges(part)]
 
     def _rows(self, name: str, first: int, after: int) -> Tensor:
         info = self._store.infos[name]

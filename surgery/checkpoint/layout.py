@@ -96,7 +96,7 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
     variable `FOLLOW_LINKS` allows all links.
 
     Raises:
-        SurgeryError: a file is a link to a place that is not allowed.
+        SurgeryError: a file is a link to a path that is not allowed.
     """
     if follows_links():
         return

@@ -70,9 +70,9 @@ def find_model(name: str) -> str:
     Raises:
         SurgeryError: this is not a checkpoint, an alias or a possible hub id.
     """
-    place = model_named(name)
-    find_local(place)
-    return place
+    path = model_named(name)
+    find_local(path)
+    return path
 
 
 def name_of(path: str) -> str:

@@ -25,9 +25,9 @@ def write_outline(
     folder.mkdir(parents=True)
     for path in source.sidecars():
         if path.name != REPORT:
-            place = folder / path.relative_to(source.path)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
+            target = folder / path.relative_to(source.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
     (folder / CONFIG).write_text(json.dumps(dict(config)), encoding="utf-8")
     header, _ = encode_header(tensors, {"format": "pt"})
     with open(folder / WEIGHTS, "wb") as file:

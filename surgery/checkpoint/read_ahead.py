@@ -13,7 +13,7 @@ PIECE = 2**17
 """Bytes per request: Linux truncates longer requests to the disk's read-ahead setting, 128 KiB by default."""
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Byte range of a tensor in a file."""
 
     file: Path
@@ -30,10 +30,10 @@ class ReadAhead:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
-    def ask(self, places: Iterable[Place]) -> None:
+    def ask(self, file_ranges: Iterable[FileRange]) -> None:
         """Start prefetching byte ranges, without blocking."""
         if hasattr(os, "posix_fadvise") and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=_prefetch, args=(sorted(set(places)),), daemon=True)
+            self._thread = threading.Thread(target=_prefetch, args=(sorted(set(file_ranges)),), daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
@@ -42,8 +42,8 @@ class ReadAhead:
             self._thread.join()
 
 
-def _prefetch(places: list[Place]) -> None:
-    for place in places:
-        with suppress(OSError), open(place.file, "rb", buffering=0) as file:
-            for offset in range(place.offset, place.offset + place.size, PIECE):
+def _prefetch(file_ranges: list[FileRange]) -> None:
+    for file_range in file_ranges:
+        with suppress(OSError), open(file_range.file, "rb", buffering=0) as file:
+            for offset in range(file_range.offset, file_range.offset + file_range.size, PIECE):
                 os.posix_fadvise(file.fileno(), offset, PIECE, os.POSIX_FADV_WILLNEED)

@@ -288,7 +288,7 @@ class CheckpointReader:
 
     def read_ahead(self, prefix: str) -> None:
         """Prefetch the tensors of a module in the background."""
-        self._ahead.ask(place for name in self._names_of(prefix) for place in self._store.places(name))
+        self._ahead.ask(file_range for name in self._names_of(prefix) for file_range in self._store.file_ranges(name))
 
     def _names_of(self, prefix: str) -> list[str]:
         module = prefix.rstrip(".") + "." if prefix else ""

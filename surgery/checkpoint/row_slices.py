@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.read_ahead import Place
+from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.stores import ByteRanges, Store
 from surgery.checkpoint.tensors import TensorInfo, as_bytes
 from surgery.common.errors import SurgeryError
@@ -69,9 +69,9 @@ class RowSliceStore:
         else:
             self._store.read(part.stored, list(_stored_ranges(part.rows, row, ranges)), out)
 
-    def places(self, name: str) -> list[Place]:
-        """Return the byte ranges of the whole stored tensor, as :meth:`Store.places` does."""
-        return self._store.places(self._slices[name].stored if name in self._slices else name)
+    def file_ranges(self, name: str) -> list[FileRange]:
+        """Return the byte ranges of the whole stored tensor, as :meth:`Store.file_ranges` does."""
+        return self._store.file_ranges(self._slices[name].stored if name in self._slices else name)
 
     def _transposed(self, stored: str) -> Tensor:
         info = self._store.infos[stored]

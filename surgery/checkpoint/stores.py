@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_exactly
-from surgery.checkpoint.read_ahead import Place
+from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.safetensors_format import read_header
 from surgery.checkpoint.tensors import CHUNK_BYTES, NAME_OF_DTYPE, TensorInfo, as_bytes, describe
 from surgery.common.errors import SurgeryError
@@ -32,7 +32,7 @@ class Store(Protocol):
         """Fill ``out`` (uint8) with consecutive byte ranges [start, stop) of a tensor."""
         ...
 
-    def places(self, name: str) -> list[Place]:
+    def file_ranges(self, name: str) -> list[FileRange]:
         """Return the file ranges of a tensor, for prefetching; empty if prefetching does not help."""
         ...
 
@@ -74,8 +74,8 @@ class SafetensorsStore:
                     raise SurgeryError.at(path, f"was truncated while it was read ({name}); start again")
                 view = view[stop - start :]
 
-    def places(self, name: str) -> list[Place]:
-        return [Place(self._folder / self.infos[name].file, self._offsets[name], self.infos[name].nbytes)]
+    def file_ranges(self, name: str) -> list[FileRange]:
+        return [FileRange(self._folder / self.infos[name].file, self._offsets[name], self.infos[name].nbytes)]
 
 
 class PickleStore:
@@ -98,7 +98,7 @@ class PickleStore:
             out[: stop - start] = flat[start:stop]
             out = out[stop - start :]
 
-    def places(self, name: str) -> list[Place]:
+    def file_ranges(self, name: str) -> list[FileRange]:
         return []
 
     def _shard(self, file: str) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from surgery.checkpoint.disk import disk_errors, write_whole
-from surgery.checkpoint.output_place import LOCK
+from surgery.checkpoint.output_path import LOCK
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import IsOwned, first_foreign, is_own, matching, owner, remove_owned
 

@@ -71,7 +71,7 @@ class CheckpointWriter:
         self.out, self.partial = self._staging.out, self._staging.partial
         self._total_bytes = sum(spec.nbytes for spec in files.values())
         self._staging.check_space(self._total_bytes)
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._locations: dict[str, tuple[Path, int]] = {}
         self._written: set[str] = set()
         self._open = False
 
@@ -180,9 +180,9 @@ class CheckpointWriter:
             with disk_errors(path), open(path, "wb") as handle:
                 handle.write(header)
                 handle.truncate(len(header) + sum(spec.nbytes for spec in specs.values()))
-            self._places |= {name: (path, offsets[self._stored(name)]) for name in specs}
+            self._locations |= {name: (path, offsets[self._stored(name)]) for name in specs}
         if len(files) > 1:
-            weight_map = {self._stored(name): self._places[name][0].name for name in self._places}
+            weight_map = {self._stored(name): self._locations[name][0].name for name in self._locations}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             path = self.partial / WEIGHTS_INDEX
             with disk_errors(path):
@@ -211,7 +211,7 @@ class CheckpointWriter:
         """Write a contiguous chunk of a tensor at a byte offset."""
         if not all_finite(piece):
             raise SurgeryError.at(self.out, f"{name} contains NaN or infinity; the output was discarded")
-        path, start = self._places[name]
+        path, start = self._locations[name]
         with disk_errors(path):
             write_at(path, start + offset, memoryview(as_bytes(piece).numpy()))
 
@@ -219,7 +219,7 @@ class CheckpointWriter:
         """Return the path for a sidecar file; refuse paths outside the output and files of the writer."""
         self._require_open()
         path = PurePosixPath(relative)
-        ours = {MARKER, WEIGHTS_INDEX, *(place.name for place, _ in self._places.values())}
+        ours = {MARKER, WEIGHTS_INDEX, *(file.name for file, _ in self._locations.values())}
         if path.is_absolute() or ".." in path.parts or str(path) in {".", *ours}:
             raise SurgeryError.at(self.out, f"cannot write a file {str(relative)!r} into it; choose another name")
         self._staging.claim(path.as_posix())

@@ -144,7 +144,7 @@ def convert(
     defaults = dict(planned.settings) if planned else {}
     settings = target.settings({**defaults, **options.of(target.settings_class, f"--to {to}")}, config)
     called, checkpoint, out = checkpoint, model_named(checkpoint), output_of(checkpoint, out, to)
-    out = target.check_places(checkpoint, out, settings, overwrite=overwrite)
+    out = target.check_paths(checkpoint, out, settings, overwrite=overwrite)
 
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_conversion

@@ -121,7 +121,7 @@ def compare(
 
         surgery compare monday-eval/ tuesday-eval/report.json --out both/
     """
-    from surgery.checkpoint.output_place import output_lock
+    from surgery.checkpoint.output_path import output_lock
     from surgery.console.evaluation import show_evaluation
     from surgery.eval.report.document import merge, read_report, undamaged
     from surgery.evaluation.output import DOCUMENT, write_report

@@ -49,7 +49,7 @@ def score(
         surgery heads ckpt/ --method needle --sinks 16 --window 112 --length 1024 --out needle.safetensors
     """
     from surgery.checkpoint.named_models import find_model, model_named, output_of
-    from surgery.heads.place import check_pattern, default_pattern
+    from surgery.heads.pattern_path import check_pattern, default_pattern
 
     from_options = options.of(HeadSettings)
     settings = HeadSettings.from_file(config, **from_options) if config else HeadSettings(**from_options)

@@ -83,7 +83,7 @@ def heal(
     """
     from surgery.checkpoint.location import find_local
     from surgery.checkpoint.named_models import model_named, output_of
-    from surgery.checkpoint.output_place import settle_output
+    from surgery.checkpoint.output_path import settle_output
     from surgery.healing.launchers import check_processes, find_launcher
 
     check_processes(processes)

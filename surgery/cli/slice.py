@@ -45,7 +45,7 @@ def slice_(
     from surgery.console.conversion import show_conversion, show_plan
 
     settings, source = SLICE.settings(options.of(SLICE.settings_class), config), model_named(checkpoint)
-    SLICE.check_places(source, out, settings, overwrite=overwrite)
+    SLICE.check_paths(source, out, settings, overwrite=overwrite)
     if dry_run:
         from surgery.structures.dry_run import plan_conversion
 

@@ -36,11 +36,11 @@ def try_lock(file: IO | int) -> Lock:
     return Lock.TAKEN
 
 
-def hold(path: Path, place: Path, option: str = "--out") -> IO:
+def hold(path: Path, output: Path, option: str = "--out") -> IO:
     """Open and lock a file, creating it if needed; closing it releases the lock.
 
     Args:
-        place, option: output path that the lock guards, and the flag to choose another, for the error message.
+        output, option: output path that the lock guards, and the flag to choose another, for the error message.
 
     Raises:
         SurgeryError: another process holds the lock.
@@ -51,7 +51,7 @@ def hold(path: Path, place: Path, option: str = "--out") -> IO:
         if try_lock(file) is Lock.HELD:
             file.close()
             raise SurgeryError(
-                f"{place}: another surgery process is writing it; wait for it or choose another {option}"
+                f"{output}: another surgery process is writing it; wait for it or choose another {option}"
             )
         if is_at(file, path):
             return file

@@ -239,13 +239,13 @@ class Ledger:
 def _walk(folder: Path, is_owned: IsOwned) -> Iterator[tuple[str, bool]]:
     """Yield the files, links and empty folders below a folder, and whether each is ours. Does not follow links."""
 
-    def below(place: Path, prefix: str) -> Iterator[tuple[str, bool]]:
+    def below(current: Path, prefix: str) -> Iterator[tuple[str, bool]]:
         # Records and markers last: after an interrupted removal they still list the remaining files.
-        entries = sorted(os.scandir(place), key=lambda entry: (_is_record(entry.name), entry.name))
+        entries = sorted(os.scandir(current), key=lambda entry: (_is_record(entry.name), entry.name))
         for entry in entries:
             path = prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
-                yield from below(place / entry.name, f"{path}/")
+                yield from below(current / entry.name, f"{path}/")
             else:
                 yield path, entry.is_file(follow_symlinks=False) and is_owned(path)
         if not entries and prefix:

@@ -26,9 +26,9 @@ PREFIX = "model_surgery."
 _registered: dict[str, dict[str, Any]] = {}
 
 
-def load(place: str) -> Any:
+def load(reference: str) -> Any:
     """Import the object at ``module:name``."""
-    module, _, name = place.partition(":")
+    module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
 
 

@@ -32,9 +32,9 @@ class Progress:
         expected: amounts of work by phase name, in order, as passed to :meth:`expect`.
     """
 
-    def __init__(self, *, silent: bool = False, places: tuple[str, ...] = (), is_step: bool = False):
-        """Args: ``places`` are the prefixes of all phases (:meth:`at`); ``is_step`` is set by :meth:`fresh`."""
-        self._silent, self._places, self._is_step = silent, places, is_step
+    def __init__(self, *, silent: bool = False, positions: tuple[str, ...] = (), is_step: bool = False):
+        """Args: ``positions`` are the prefixes of all phases (:meth:`at`); ``is_step`` is set by :meth:`fresh`."""
+        self._silent, self._positions, self._is_step = silent, positions, is_step
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
         self.expected: dict[str, float] = {}
@@ -42,16 +42,16 @@ class Progress:
 
     def fresh(self) -> Progress:
         """Create a reporter with the same settings for the next step; it estimates the time left of its step alone."""
-        return Progress(silent=self._silent, places=self._places, is_step=True)
+        return Progress(silent=self._silent, positions=self._positions, is_step=True)
 
     @contextlib.contextmanager
-    def at(self, place: str) -> Iterator[None]:
+    def at(self, position: str) -> Iterator[None]:
         """Prefix the phases of the block with their position in the whole work, such as ``3 of 5``."""
-        before, self._places = self._places, (*self._places, place)
+        before, self._positions = self._positions, (*self._positions, position)
         try:
             yield
         finally:
-            self._places = before
+            self._positions = before
 
     def expect(self, work: Mapping[str, float]) -> None:
         """Set the amounts of work of the coming phases, in any unit and in order, for estimates of the time left."""
@@ -64,11 +64,11 @@ class Progress:
     @contextlib.contextmanager
     def phase(self, name: str, total: int | None, unit: str = "layer") -> Iterator[Callable[..., None]]:
         """Yield a function that advances the phase by one unit or by a given count; ``total`` is None if unknown."""
-        place, already = ", ".join(self._places), 0
+        position, already = ", ".join(self._positions), 0
         lines, verbose = self._lines, is_verbose()
 
         def tell(event: str, phase: Phase, text: str, progress_text: str | None) -> None:
-            prefix, remaining = f"{place}: " if place else "", self._left(phase, already)
+            prefix, remaining = f"{position}: " if position else "", self._left(phase, already)
             rest = (
                 f", {estimate}"
                 if event == "going" and (estimate := self._time_left(remaining, phase.left(already)))
@@ -76,13 +76,13 @@ class Progress:
             )
             name = "step_seconds_left" if self._is_step else "seconds_left"
             facts = {} if remaining is None else {name: round(remaining, 1)}
-            self._log(event, prefix + text + rest, at=place or None, **phase.facts(), **facts)
+            self._log(event, prefix + text + rest, at=position or None, **phase.facts(), **facts)
             if lines and progress_text is not None:
                 self._show(prefix + progress_text + rest)
 
         bar = tqdm(
             total=total,
-            desc=f"{visible(f'{place} {name}').strip():<32}",
+            desc=f"{visible(f'{position} {name}').strip():<32}",
             unit=unit,
             unit_scale=unit == "B",
             file=sys.stderr,
@@ -118,7 +118,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show and log a line between phases."""
-        self._log("note", text, at=", ".join(self._places) or None)
+        self._log("note", text, at=", ".join(self._positions) or None)
         if self._shown:
             self._show(text)
 

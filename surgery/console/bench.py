@@ -27,15 +27,15 @@ def show_kernels(record: dict, path: Path, *, as_json: bool = False) -> None:
     page.print(make_table(KERNELS, map(_kernel_row, record["rows"])))
     for row in record["rows"]:
         if "gate" in row and not row["gate"]["passed"]:
-            place = f"{row['operation']} {row['model']} {row['variant']}, batch {row['batch']}, {row['context']} tokens"
-            page.print(f"[bold red]wrong[/bold red] {plain(place)}: {plain('; '.join(row['gate']['reasons']))}")
+            case = f"{row['operation']} {row['model']} {row['variant']}, batch {row['batch']}, {row['context']} tokens"
+            page.print(f"[bold red]wrong[/bold red] {plain(case)}: {plain('; '.join(row['gate']['reasons']))}")
     _show_notes(page, record["note"], path)
 
 
 def _kernel_row(row: dict) -> tuple:
     gate = row.get("gate") or {}
-    place = (row["operation"], f"{row['model']} {row['variant']}", row["batch"], row["context"])
-    return (*place, gate.get("error"), gate.get("times_best_library"), *map(row.get, KERNEL_KEYS), _remark(row, gate))
+    case = (row["operation"], f"{row['model']} {row['variant']}", row["batch"], row["context"])
+    return (*case, gate.get("error"), gate.get("times_best_library"), *map(row.get, KERNEL_KEYS), _remark(row, gate))
 
 
 def _remark(row: dict, gate: dict) -> str | None:

@@ -77,7 +77,7 @@ def plan_evaluation(request: EvaluationRequest, progress: Progress) -> Evaluatio
         return {
             "name": row.name,
             "role": row.role,
-            "path": checkpoint.place,
+            "path": checkpoint.source_name,
             "dtype": checkpoint.dtype,
             "weights": _num_elements(reader) * widest,
             "cache": sizes[False](tasks.length, settings.batch_size) if has_sizes else None,

@@ -60,7 +60,7 @@ class Checkpoint:
         return cls(name, path, reader, reader.fingerprint(), trust_remote_code)
 
     @property
-    def place(self) -> str:
+    def source_name(self) -> str:
         """Hub id, or name of the folder or file without its path on this machine."""
         if not Path(self.source).exists():
             return self.source

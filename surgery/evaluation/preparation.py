@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.held_out_documents import default_names
 from surgery.checkpoint.disk import as_json
-from surgery.checkpoint.output_place import refuse_output_inside, working_output
+from surgery.checkpoint.output_path import refuse_output_inside, working_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
 from surgery.common.progress import Progress

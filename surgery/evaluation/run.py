@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
-from surgery.checkpoint.output_place import output_lock
+from surgery.checkpoint.output_path import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration
 from surgery.common.progress import Progress
@@ -90,9 +90,9 @@ def _run_rows(
     )
     work = _RowRunner(store, session, device, settings, tasks, baseline)
 
-    def measure(row: ModelRow, place: str) -> dict[str, Any]:
-        with progress.at(place):
-            return work.measure(row, place)
+    def measure(row: ModelRow, position: str) -> dict[str, Any]:
+        with progress.at(position):
+            return work.measure(row, position)
 
     measured, began = [], time.monotonic()
     for number, row in enumerate(rows, 1):
@@ -155,9 +155,9 @@ class _RowRunner:
         self.measured = 0
         self.dtype_setting = settings.quality_dtype(device.type)
 
-    def measure(self, row: ModelRow, place: str) -> dict[str, Any]:
-        """Return the row's entry in the report; `place` is its position in the progress output, such as "1 of 3"."""
-        self._session.progress.note(f"{row.name} ({place}):")
+    def measure(self, row: ModelRow, position: str) -> dict[str, Any]:
+        """Return the row's entry in the report; `position` is its position in the progress output, such as "1 of 3"."""
+        self._session.progress.note(f"{row.name} ({position}):")
         keys = {task.name: self._key(row, task) for task in self._tasks.all}
         stored = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
         missing = [task for task in self._tasks.all if stored[task.name] is None]
@@ -184,7 +184,7 @@ class _RowRunner:
         return {
             "name": row.name,
             "role": row.role,
-            "path": row.checkpoint.place,
+            "path": row.checkpoint.source_name,
             "sha256": row.checkpoint.sha256,
             "class": model_class,
             "dtype": row.checkpoint.dtype,

@@ -12,7 +12,7 @@ from typing import Any
 
 from surgery.checkpoint.disk import disk_errors, write_whole
 from surgery.checkpoint.file_hashes import hash_file
-from surgery.checkpoint.output_place import LOCK
+from surgery.checkpoint.output_path import LOCK
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import resumes_from
 from surgery.common.other_threads import other_threads

@@ -54,16 +54,16 @@ class Renamed:
                 views[stored] = {name: Rows(((0, rows),), matrix)}
                 continue
             views[stored] = {
-                name.replace(FUSED, f"self_attn.{part}_proj."): Rows(self._runs(place, heads, width), matrix)
-                for place, part in enumerate("qkv")
+                name.replace(FUSED, f"self_attn.{part}_proj."): Rows(self._runs(part_index, heads, width), matrix)
+                for part_index, part in enumerate("qkv")
             }
         return views
 
-    def _runs(self, place: int, heads: int, width: int) -> tuple[tuple[int, int], ...]:
-        """Return the row ranges of queries (``place`` 0), keys (1) or values (2)."""
+    def _runs(self, part_index: int, heads: int, width: int) -> tuple[tuple[int, int], ...]:
+        """Return the row ranges of queries (``part_index`` 0), keys (1) or values (2)."""
         if not self.by_head:
-            return ((place * heads * width, (place + 1) * heads * width),)
-        return tuple(((3 * head + place) * width, (3 * head + place + 1) * width) for head in range(heads))
+            return ((part_index * heads * width, (part_index + 1) * heads * width),)
+        return tuple(((3 * head + part_index) * width, (3 * head + part_index + 1) * width) for head in range(heads))
 
 
 def whole(config: dict[str, Any], name: str) -> int:

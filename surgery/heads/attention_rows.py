@@ -31,16 +31,16 @@ def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | Non
     """
     rows = rows.to(call.query.device)
     key, query = call.key, call.query[:, :, rows]
-    places = torch.arange(key.shape[2], device=key.device)
+    key_positions = torch.arange(key.shape[2], device=key.device)
     if keys is not None:
-        places = keys.to(key.device)
-        key = key[:, :, places]
+        key_positions = keys.to(key.device)
+        key = key[:, :, key_positions]
     batch, heads, count, width = query.shape
     query = query.reshape(batch, call.kv_heads, -1, width)  # query heads of a KV head are adjacent
     scores = (query.float() @ key.float().transpose(-1, -2)).view(batch, heads, count, -1)
     if call.mask is None:
-        mask = (places <= rows[:, None] + call.key.shape[2] - call.query.shape[2])[None, None]
+        mask = (key_positions <= rows[:, None] + call.key.shape[2] - call.query.shape[2])[None, None]
     else:
-        mask = call.mask[:, :, rows][..., places]
+        mask = call.mask[:, :, rows][..., key_positions]
     scores = call.softmax.logits(scores).masked_fill_(~mask, torch.finfo(torch.float32).min)
     return call.softmax.normalized(scores).masked_fill_(~mask, 0)  # fully masked rows too

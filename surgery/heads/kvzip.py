@@ -79,14 +79,16 @@ def _summary(session: ScoringSession, context: LongTensor) -> Tensor:
 
 def _update_pairs(session: ScoringSession, tokens: LongTensor, repetition: range, chunk: range, pairs: Tensor) -> None:
     """Update ``pairs`` [2, L, G, T] in place with the repetition's largest attention on the chunk."""
-    queries, places = torch.tensor(repetition), torch.tensor(chunk)
-    keys = torch.cat((torch.zeros(1, dtype=torch.long), places, queries))
+    queries, chunk_positions = torch.tensor(repetition), torch.tensor(chunk)
+    keys = torch.cat((torch.zeros(1, dtype=torch.long), chunk_positions, queries))
     chunk_slice = slice(chunk.start, chunk.stop)
 
     def record(call: AttentionCall) -> Tensor:
         for rows in row_pieces(call, queries):
             attention = attention_rows(call, rows, keys)[0, :, :, 1 : 1 + len(chunk)]
-            dropped = (rows[:, None] - places >= session.settings.recent) & (places >= session.settings.sinks)
+            dropped = (rows[:, None] - chunk_positions >= session.settings.recent) & (
+                chunk_positions >= session.settings.sinks
+            )
             for pair, counted in zip(pairs, (attention * dropped.to(attention.device), attention), strict=True):
                 largest = counted.amax(1).view(call.kv_heads, -1, len(chunk)).amax(1)
                 pair[call.layer, :, chunk_slice] = torch.maximum(pair[call.layer, :, chunk_slice], largest.cpu())

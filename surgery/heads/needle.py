@@ -58,17 +58,17 @@ def score(session: ScoringSession) -> HeadScores:
 def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, row: int) -> tuple[Tensor, Tensor]:
     """Compute copy scores and attention mass [F, L, H] float64 for the F answered facts of one sequence."""
     tokens = needles.tokens[row]
-    places = needles.answers[row].nonzero()[:, 0]
-    numbers, answers = needles.fact_numbers[row, places], tokens[places]
+    answer_positions = needles.answers[row].nonzero()[:, 0]
+    numbers, answers = needles.fact_numbers[row, answer_positions], tokens[answer_positions]
     start, stop = needles.spans[row][numbers].unsqueeze(-1).unbind(1)
     keys = torch.arange(len(tokens))
     source = (keys >= start) & (keys < stop) & (tokens == answers[:, None])  # [n, T]: the answer's token in its fact
     heads = session.model.config.num_attention_heads
-    copies, mass = torch.zeros(2, session.layers, heads, len(places), dtype=torch.float64)
+    copies, mass = torch.zeros(2, session.layers, heads, len(answer_positions), dtype=torch.float64)
 
     def record(call: AttentionCall) -> Tensor:
-        for piece in row_pieces(call, torch.arange(len(places))):
-            attention = attention_rows(call, places[piece] - 1)[0]
+        for piece in row_pieces(call, torch.arange(len(answer_positions))):
+            attention = attention_rows(call, answer_positions[piece] - 1)[0]
             right = source[piece].to(attention.device)
             best = attention.argmax(-1)
             copies[call.layer][:, piece] = right[torch.arange(len(piece)), best].double().cpu()
@@ -77,7 +77,7 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
 
     with tap_attention(session.model, record):
         states = reader.states(tokens[None].to(device_of(session.model)))
-    guess = reader.logits(states[:, (places - 1).to(states.device)]).argmax(-1)[0].cpu()
+    guess = reader.logits(states[:, (answer_positions - 1).to(states.device)]).argmax(-1)[0].cpu()
     right = (guess == answers).double()
     rows_of_copies = [
         torch.stack([(part * right)[..., numbers == fact].mean(-1) for part in (copies, mass)])

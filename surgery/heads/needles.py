@@ -81,7 +81,7 @@ def _sequence(
     for number in order:
         line, answer = answered_question(tokenizer, *pairs[number])
         questions += line
-        numbers += [number if place in answer else -1 for place in range(len(line))]
+        numbers += [number if position in answer else -1 for position in range(len(line))]
     row = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     room = length - len(row) - sum(map(len, planted)) - len(questions)
     start = rng.randint(0, len(filler) - length - 1)

@@ -58,7 +58,7 @@ def unit_ranking(scores: Tensor, units: Units) -> list[tuple[int, int]]:
         for layer, layer_units in enumerate(units)
         for number, heads in enumerate(layer_units)
     }
-    return sorted(worth, key=lambda place: (-worth[place], place))
+    return sorted(worth, key=lambda unit: (-worth[unit], unit))
 
 
 def compile_plan(
@@ -90,9 +90,9 @@ def compile_plan(
             f"the budget is less than {sinks} sinks and {recent} recent tokens of all heads: raise --kv-ratio, lower "
             "--sinks and --window, or raise --context"
         )
-    for place in _in_bundles(scores, units, multiple):
+    for bundle in _in_bundles(scores, units, multiple):
         more = full.clone()
-        for layer, heads in place:
+        for layer, heads in bundle:
             more[layer, list(heads)] = True
         if not affordable(more):
             break

@@ -20,7 +20,7 @@ from surgery.calibration.mixture import TEXTS, named_text
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_hashes import hash_file
-from surgery.checkpoint.output_place import output_lock
+from surgery.checkpoint.output_path import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
@@ -31,7 +31,7 @@ from surgery.heads.journal import Journal
 from surgery.heads.methods import scorer
 from surgery.heads.needles import NeedleSet, needle_sequences
 from surgery.heads.pattern import HeadPattern
-from surgery.heads.place import check_pattern, default_pattern
+from surgery.heads.pattern_path import check_pattern, default_pattern
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.heads.settings import HeadSettings
 from surgery.model.latent_entry import LatentEntry
@@ -312,7 +312,7 @@ def _pattern(
         facts=head_scores[0].facts,
         data_sha256=texts.sha256,
         model={
-            "name": checkpoint.place,
+            "name": checkpoint.source_name,
             "sha256": checkpoint.sha256,
             "config_sha256": checkpoint.config_sha256,
         },

@@ -15,7 +15,7 @@ from typing import Any
 from surgery.calibration.settings import NO_CALIBRATION
 from surgery.calibration.text import BUILTIN
 from surgery.checkpoint import check_output
-from surgery.checkpoint.output_place import output_lock
+from surgery.checkpoint.output_path import output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
@@ -117,7 +117,7 @@ def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[
 
 def _output_path(request: ConversionRequest) -> Path:
     out = Path(request.out) if request.out else None
-    return target_of(request.settings).check_places(
+    return target_of(request.settings).check_paths(
         str(request.source), out, request.settings, overwrite=request.overwrite
     )
 

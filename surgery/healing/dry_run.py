@@ -9,7 +9,7 @@ import torch
 
 from surgery.checkpoint import check_output
 from surgery.checkpoint.disk import as_json, free_bytes
-from surgery.checkpoint.output_place import default_output
+from surgery.checkpoint.output_path import default_output
 from surgery.checkpoint.staging import Staging
 from surgery.common.progress import Progress
 from surgery.healing.heal import HealRequest, training_settings, with_teacher

@@ -25,7 +25,7 @@ from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import as_json, disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, HEALING, REPORT
-from surgery.checkpoint.output_place import default_output, output_lock
+from surgery.checkpoint.output_path import default_output, output_lock
 from surgery.checkpoint.staging import Staging, owned_partial
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
@@ -223,7 +223,7 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
 KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
 KEPT += ("held_out", "parameters", "precision", "device", "processes", "document_masks", "data", "versions")
 KEPT += ("measuring_seconds", "evaluations", "evaluation_settings", "wandb", "tracker_failed")
-PLACES = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite", "tracker_folder")
+UNRECORDED = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite", "tracker_folder")
 
 
 def training_settings(
@@ -297,7 +297,7 @@ def is_already_healed(request: HealRequest) -> bool:
 
 def _without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings without paths and `overwrite`."""
-    return {name: value for name, value in settings.items() if name not in PLACES}
+    return {name: value for name, value in settings.items() if name not in UNRECORDED}
 
 
 def _train(

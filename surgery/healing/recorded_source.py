@@ -27,9 +27,9 @@ def find_source(converted: CheckpointReader) -> Path:
     if not sources:
         raise SurgeryError.at(converted.path, "no report names its source; pass --teacher")
     for source in reversed(sources):
-        for place in _candidate_paths(converted.source, source):
-            if CheckpointReader.open(place).fingerprint() == source["sha256"]:
-                return place
+        for candidate in _candidate_paths(converted.source, source):
+            if CheckpointReader.open(candidate).fingerprint() == source["sha256"]:
+                return candidate
     origins = " or ".join(f"{source['path']} (sha256 {source['sha256'][:12]}...)" for source in reversed(sources))
     raise SurgeryError.at(
         converted.path,
@@ -56,6 +56,6 @@ def _candidate_paths(converted: Path, source: dict[str, Any]) -> Iterator[Path]:
     if "hub" in source:
         with suppress(SurgeryError):  # the hub is not reachable
             candidates.append(download(source["hub"], revision=source["revision"]))
-    for place in dict.fromkeys(candidates):
-        if place.exists() and place.resolve() != converted.resolve():
-            yield place
+    for candidate in dict.fromkeys(candidates):
+        if candidate.exists() and candidate.resolve() != converted.resolve():
+            yield candidate

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from surgery.engines.verdict import loads
-from surgery.inspection.targets import places
+from surgery.inspection.targets import option_ranks
 
 SELF = "transformers"
 
@@ -28,7 +28,7 @@ def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]
     applicable = [row for row in targets if row["applies"] and not row["caution"]]
     if not applicable:
         return {}
-    ranks = places()
+    ranks = option_ranks()
     all_sizes = [*applicable, *(row for row in smallest if row["applies"])]
     # In the order of the targets, caches that engines read directly precede those that are rebuilt at every step.
     names = [row["to"] for row in applicable]

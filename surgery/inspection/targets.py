@@ -36,9 +36,11 @@ def forecast_targets(opened: Source) -> list[dict[str, Any]]:
     return rows
 
 
-def places() -> dict[str, int]:
+def option_ranks() -> dict[str, int]:
     """Return the ranks of options by loss increase (the smallest first), by their command; without unranked options."""
-    return {_command(target, option): option.place for target, option in _options() if option.place is not None}
+    return {
+        _command(target, option): option.option_rank for target, option in _options() if option.option_rank is not None
+    }
 
 
 def _options() -> list[tuple[Target, TargetOption]]:

@@ -39,7 +39,7 @@ class GroupEntry(LayerEntry):
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the group, and its combination with the other layers."""
-        if self._group(index, entries) != [replace(self._shared(), place=place) for place in range(self.group_size)]:
+        if self._group(index, entries) != [replace(self._shared(), place=member) for member in range(self.group_size)]:
             return f"its group must have {self.group_size} adjacent layers with equal entries"
         counts = [getattr(self, name, None) for name in ("rank", "key_rank", "value_rank", "block")]
         if any(count is not None and count < 1 for count in counts):

@@ -56,8 +56,8 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
     model_type = target["model_type"]
     eagerly = EAGERLY if model_type in EAGER else ""
     way = PICTURES if reads_pictures(target) and model_type not in LOADING else model_type
-    places = {"name": in_code(name).replace('"', "'"), "eagerly": eagerly, "pictures": PICTURES}
-    loading = LOADING.get(way, LOADING["stock"]).format(**places)
+    fields = {"name": in_code(name).replace('"', "'"), "eagerly": eagerly, "pictures": PICTURES}
+    loading = LOADING.get(way, LOADING["stock"]).format(**fields)
     made_from = origin(base_model or source.get("hub") or source["path"], source.get("dequantised_from"))
     return f"""{front_matter(report, name, base_model=base_model, inherited=inherited)}
 # {in_markdown(name)}

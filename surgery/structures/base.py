@@ -115,7 +115,7 @@ class TargetOption:
     Attributes:
         flags: flags after ``--to NAME``, with a leading space.
         settings: the settings that ``flags`` set.
-        place: rank among the options of all targets by the loss increase; None: after all ranked options.
+        option_rank: rank among the options of all targets by the loss increase; None: after all ranked options.
         caution: warning because of which the option is not recommended.
         listed: whether the option is in the table; an unlisted option is the smallest that may be recommended.
         optional: whether to omit the option for sources to which it does not apply.
@@ -123,7 +123,7 @@ class TargetOption:
 
     flags: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    place: int | None = None
+    option_rank: int | None = None
     caution: str = ""
     listed: bool = True
     optional: bool = False

@@ -298,7 +298,7 @@ class PackedRows(Structure[Source, Settings]):
     def _likely(self) -> Plans:
         """Return rows of equal bytes; the first layers get the remainder of the budget."""
         granules, rest = divmod(int(self.row_budget * len(self.layers)) // self.granule, len(self.layers))
-        return {layer: self.likely(granules + (place < rest)) for place, layer in enumerate(self.layers)}
+        return {layer: self.likely(granules + (index < rest)) for index, layer in enumerate(self.layers)}
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Convert all layers to their quantized form and write their tensors."""

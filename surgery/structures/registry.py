@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint.location import find_local
-from surgery.checkpoint.output_place import settle_output
+from surgery.checkpoint.output_path import settle_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
 from surgery.common.plugins import Registry, load
@@ -78,7 +78,7 @@ class Target:
         """Return the ending of the default output name."""
         return settings.ending(self.ending or self.name)
 
-    def check_places(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> Path:
+    def check_paths(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> Path:
         """Check source and output without importing torch, and return the output path.
 
         Raises:

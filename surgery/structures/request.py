@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.calibration.settings import ConversionSettings
-from surgery.checkpoint.output_place import settle_output
+from surgery.checkpoint.output_path import settle_output
 from surgery.common.progress import Progress
 from surgery.running.unfused import open_model
 from surgery.structures.base import Structure

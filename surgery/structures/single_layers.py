@@ -44,9 +44,9 @@ def single_layer_divergences(
         advance()
     divergences, count = dict.fromkeys(states, 0.0), tokens.numel()
     rows = source.flatten(0, 1).split(TOKENS_AT_ONCE)
-    for place, reference in enumerate(rows):
+    for piece, reference in enumerate(rows):
         log_probs = stream.logits(reference).float().log_softmax(-1)
         for index, hidden in states.items():
-            converted = stream.logits(hidden.flatten(0, 1).split(TOKENS_AT_ONCE)[place]).float().log_softmax(-1)
+            converted = stream.logits(hidden.flatten(0, 1).split(TOKENS_AT_ONCE)[piece]).float().log_softmax(-1)
             divergences[index] += float((log_probs.exp() * (log_probs - converted)).sum(dtype=torch.float64)) / count
     return divergences

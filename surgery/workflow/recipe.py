@@ -121,7 +121,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
 
 def _lock_folder(work: Path, alone: ExitStack) -> None:
     from surgery.checkpoint.disk import disk_errors
-    from surgery.checkpoint.output_place import output_lock
+    from surgery.checkpoint.output_path import output_lock
 
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)

@@ -27,11 +27,11 @@ def requests(monkeypatch):
 def starts(reader, layer):
     """Return the starts of all tensors of a layer."""
     prefix = f"model.layers.{layer}."
-    return {offset for name in reader.names() if name.startswith(prefix) for _, offset, _ in places(reader, name)}
+    return {offset for name in reader.names() if name.startswith(prefix) for _, offset, _ in file_ranges(reader, name)}
 
 
-def places(reader, name):
-    return reader._store.places(name)
+def file_ranges(reader, name):
+    return reader._store.file_ranges(name)
 
 
 def test_a_sweep_asks_for_the_next_layer_in_its_direction(checkpoints, requests, monkeypatch):
@@ -53,7 +53,7 @@ def test_a_small_model_stays_loaded_and_asks_for_nothing(checkpoints, requests):
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gguf", "fp8"])
-def test_places_are_those_that_are_read(kind, checkpoints, tmp_path, monkeypatch):
+def test_file_ranges_are_those_that_are_read(kind, checkpoints, tmp_path, monkeypatch):
     if kind == "gguf":
         source = write_gguf(tmp_path / "tiny.gguf", make_model("llama"), "Q8_0")
     else:
@@ -69,7 +69,7 @@ def test_places_are_those_that_are_read(kind, checkpoints, tmp_path, monkeypatch
     for name in reader.names():
         at.clear()
         reader.tensor(name)
-        result = places(reader, name)
+        result = file_ranges(reader, name)
         assert at and all(any(offset <= each < offset + size for _, offset, size in result) for each in at), name
         assert all(offset + size <= file.stat().st_size for file, offset, size in result)
 
@@ -79,7 +79,7 @@ def test_all_bytes_are_asked_for_in_pieces_and_what_is_gone_is_no_error(single, 
     reader.read_ahead("")
     reader._ahead.wait()
     for name in reader.names():
-        [(_, offset, size)] = places(reader, name)
+        [(_, offset, size)] = file_ranges(reader, name)
         assert set(range(offset, offset + size, PIECE)) <= set(requests)
     for path in Path(single).glob("*.safetensors"):
         path.unlink()

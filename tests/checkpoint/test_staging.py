@@ -11,7 +11,7 @@ import torch
 
 from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, parse_size
 from surgery.checkpoint.file_hashes import REPORT
-from surgery.checkpoint.output_place import default_output
+from surgery.checkpoint.output_path import default_output
 from surgery.checkpoint.staging import MARKER, Staging
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import Ledger, inventory

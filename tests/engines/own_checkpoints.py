@@ -181,9 +181,11 @@ def rotate_as_heads(attention: QuantizedLatentAttention) -> None:
     query_up = torch.zeros(groups, dim, rank + 2 * groups * pairs)
     for component in range(groups):
         for pair in range(pairs):
-            place = rank + 2 * (component * pairs + pair)
+            channel_pair = rank + 2 * (component * pairs + pair)
             for channel, turn in ((pair, 1), (pair + pairs, 1j)):
-                query_up[:, channel, place : place + 2] = torch.view_as_real(factors[:, component, pair] * turn)
+                query_up[:, channel, channel_pair : channel_pair + 2] = torch.view_as_real(
+                    factors[:, component, pair] * turn
+                )
     attention.query_up.copy_(query_up.repeat_interleave(heads // groups, 0))
     value_up = attention.value_up.unflatten(0, (groups, -1))
     value_up.copy_(value_up[:, :1].expand_as(value_up).clone())

@@ -54,9 +54,9 @@ def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[f
     """Return the loss of every token but the first, given those before it, which the cache holds from one request to
     the next."""
     results = []
-    for place in range(1, len(text)):
+    for position in range(1, len(text)):
         settings = {
-            "prompt": text[:place],
+            "prompt": text[:position],
             "n_predict": 1,
             "n_probs": vocabulary,
             "cache_prompt": True,
@@ -68,7 +68,7 @@ def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[f
             results.append(None)  # what it would have written ends within a character, of which it says nothing
             continue
         (step,) = steps
-        (found_here,) = (each["logprob"] for each in step["top_logprobs"] if each["id"] == text[place])
+        (found_here,) = (each["logprob"] for each in step["top_logprobs"] if each["id"] == text[position])
         results.append(-found_here)
     return results
 

@@ -163,9 +163,9 @@ def codes_of(body, bits):
     """Read codes from packed bytes, bit by bit."""
     if bits == 8:
         return torch.frombuffer(bytearray(body), dtype=torch.float8_e4m3fn).float()
-    stream = [byte >> place & 1 for byte in body for place in range(8)]
+    stream = [byte >> shift & 1 for byte in body for shift in range(8)]
     words = [stream[start : start + bits] for start in range(0, len(stream), bits)]
-    return torch.tensor([float(sum(bit << place for place, bit in enumerate(word))) for word in words])
+    return torch.tensor([float(sum(bit << shift for shift, bit in enumerate(word))) for word in words])
 
 
 def test_serialized_bytes_are_shifts_scales_and_codes_by_group():

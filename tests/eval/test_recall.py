@@ -98,7 +98,7 @@ def test_facts_have_different_names_and_five_digits():
 
 
 class Oracle(nn.Module):
-    """Predicts the token that follows, unless that is at one of the wrong places of the sequence."""
+    """Predicts the token that follows, unless that is at one of the wrong positions of the sequence."""
 
     def __init__(self, wrong: tuple[int, ...] = ()):
         super().__init__()
@@ -106,7 +106,7 @@ class Oracle(nn.Module):
 
     def forward(self, input_ids, **_):
         following = input_ids.roll(-1, dims=1)
-        following[:, [place - 1 for place in self.wrong]] += 1
+        following[:, [position - 1 for position in self.wrong]] += 1
         return SimpleNamespace(logits=nn.functional.one_hot(following % 4096, 4096).float())
 
 

@@ -56,7 +56,7 @@ def load(path, **options):
 
 
 def best(scores, count):
-    return {divmod(place, scores.shape[1]) for place in scores.flatten().topk(count).indices.tolist()}
+    return {divmod(index, scores.shape[1]) for index in scores.flatten().topk(count).indices.tolist()}
 
 
 # Rows of attention
@@ -99,14 +99,14 @@ def test_pieces_cover_all_rows(monkeypatch):
 # Hand-made attention: four query heads, of which the right ones are known
 
 
-def looking_at(places):
-    """Attention rows of heads that look at one place each: ``places(row, head)``."""
+def looking_at(key_of):
+    """Attention rows of heads that look at one key each: ``key_of(row, head)``."""
 
     def rows_of(call, rows, keys=None):
         attention = torch.zeros(1, call.query.shape[1], len(rows), call.key.shape[2])
         for head in range(attention.shape[1]):
             for index, row in enumerate(rows.tolist()):
-                attention[0, head, index, places(row, head)] = 1
+                attention[0, head, index, key_of(row, head)] = 1
         return attention
 
     return rows_of
@@ -173,19 +173,19 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
     tokens, request = needles.tokens[0].tolist(), needles.fact_numbers[0].tolist()
 
     def source(row):
-        """Place of the next token in the fact that is asked for."""
+        """Position of the next token in the fact that is asked for."""
         start, stop = needles.spans[0, request[row + 1]].tolist()
         return tokens.index(tokens[row + 1], start, stop)
 
     def elsewhere(row):
-        """Place of the same token before all facts, if it stands there."""
-        place = tokens.index(tokens[row + 1])
-        return place if place < needles.spans[0, 0, 0] else 0
+        """Position of the same token before all facts, if it stands there."""
+        position = tokens.index(tokens[row + 1])
+        return position if position < needles.spans[0, 0, 0] else 0
 
     nth = {}
-    for place, fact in enumerate(request):
+    for position, fact in enumerate(request):
         if fact >= 0:
-            nth[place] = nth.get(place - 1, -1) + 1
+            nth[position] = nth.get(position - 1, -1) + 1
     answer = max(nth.values()) + 1
     heads = (
         elsewhere,
@@ -193,7 +193,7 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
         lambda row: source(row),
         lambda row: row,
     )
-    assert sum(elsewhere(place - 1) > 0 for place in nth) >= 4
+    assert sum(elsewhere(position - 1) > 0 for position in nth) >= 4
     monkeypatch.setattr(needle, "attention_rows", looking_at(lambda row, head: heads[head](row)))
     monkeypatch.setattr(needle, "LogitReader", KnowsAll)
     result = needle.score(scored)
@@ -234,7 +234,7 @@ def test_kvzip_is_the_largest_attention_of_the_repetition(monkeypatch, checkpoin
                 some = attention[0, :, row, keys] / attention[0, :, row, keys].sum(-1, keepdim=True)
                 some = some[:, 1 : 1 + stop - start].view(2, 2, -1).amax(1)
                 expected[0, layer, :, start:stop] = torch.maximum(expected[0, layer, :, start:stop], some)
-                far = torch.tensor([4 <= place <= row - 16 for place in range(start, stop)])
+                far = torch.tensor([4 <= position <= row - 16 for position in range(start, stop)])
                 expected[1, layer, :, start:stop] = torch.maximum(expected[1, layer, :, start:stop], some * far)
     assert torch.allclose(result.parts["largest_of_all"], expected[0].amax(-1), atol=1e-5)
     assert torch.allclose(result.parts["largest"], expected[1].amax(-1), atol=1e-5)

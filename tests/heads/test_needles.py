@@ -33,8 +33,8 @@ def test_facts_and_answers_are_where_they_should_be(tokenizer, filler):
             value = tokenizer.decode(tokens[settings == fact]).strip()
             name = line.removeprefix("\n# The secret key of ").split(" is ")[0]
             assert line == f"\n# The secret key of {name} is {value}.\n" and len(value) == 5
-            place = int((settings == fact).nonzero()[0])
-            assert tokenizer.decode(tokens[:place]).endswith(f"\n# Recall: the secret key of {name} is")
+            position = int((settings == fact).nonzero()[0])
+            assert tokenizer.decode(tokens[:position]).endswith(f"\n# Recall: the secret key of {name} is")
             assert stop <= first
         assert (spans[:, 0].diff() > 0).all() and (spans[:-1, 1] <= spans[1:, 0]).all()
 

@@ -186,8 +186,8 @@ def test_gates_of_duoattention(tmp_path):
     np.savetxt(tmp_path / "full_attention_heads.tsv", gates, delimiter="\t")
     config = {"sink_size": 128, "recent_size": 256, "model_name": "models/some", "deploy_sink_size": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for place in (tmp_path, tmp_path / "full_attention_heads.tsv"):
-        pattern = read_pattern(place)
+    for path in (tmp_path, tmp_path / "full_attention_heads.tsv"):
+        pattern = read_pattern(path)
         assert np.array_equal(pattern.scores.numpy(), gates.astype(np.float32))
         assert (pattern.method, pattern.sinks, pattern.recent) == ("duo", 128, 256)
         assert pattern.model == {"name": "models/some"}

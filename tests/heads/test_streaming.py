@@ -42,8 +42,8 @@ def test_is_the_dense_mask(monkeypatch, piece, sinks, recent, length):
 
 def test_a_mask_of_the_call_holds_too(monkeypatch):
     monkeypatch.setattr(streaming, "PIECE", 8)
-    places = torch.arange(50)
-    window = ((places[:, None] - places < 6) & (places <= places[:, None]))[None, None]
+    positions = torch.arange(50)
+    window = ((positions[:, None] - positions < 6) & (positions <= positions[:, None]))[None, None]
     call = make_call(50, window)
     assert torch.allclose(streaming_output(call, 4, 9), dense(call, 4, 9), atol=1e-12)
 

@@ -32,8 +32,8 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     """Converted ones: stock MLA, the custom class, one whose layers keep different caches, and one next to pictures."""
-    place, result = tmp_path_factory.mktemp("hostile"), {}
-    source, pictures = make_checkpoint(place / "llama", "llama"), make_model(place / "llava", "llava")
+    root, result = tmp_path_factory.mktemp("hostile"), {}
+    source, pictures = make_checkpoint(root / "llama", "llama"), make_model(root / "llava", "llava")
     quick = {"calibration": "none", "kv_ratio": 0.5}
     options = {
         "mla": (source, ConvertSettings(**quick)),
@@ -41,11 +41,11 @@ def converted(tmp_path_factory):
         "pictures": (pictures, LowRankSettings(**quick)),
     }
     for name, (checkpoint, settings) in options.items():
-        folder = convert_checkpoint(checkpoint, place / name, settings).path
+        folder = convert_checkpoint(checkpoint, root / name, settings).path
         result[name] = folder, json.loads((folder / "config.json").read_text())
     model = WRITTEN["mixed"]()  # as earlier versions wrote it
-    model.save_pretrained(place / "mixed")
-    result["mixed"] = place / "mixed", json.loads((place / "mixed" / "config.json").read_text())
+    model.save_pretrained(root / "mixed")
+    result["mixed"] = root / "mixed", json.loads((root / "mixed" / "config.json").read_text())
     assert (
         isinstance(result["mixed"][1]["kv_cache"], list) and result["pictures"][1]["model_type"] == "surgery_pictures"
     )

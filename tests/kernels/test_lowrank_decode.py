@@ -101,8 +101,8 @@ def test_what_an_exact_window_caches_is_served():
     layer.padding = LeftPadding(padding)
     for own in range(slots):
         if own >= max(padding):
-            places, visible = layer.slots(1, "cpu"), layer.visible(1, "cpu")
-            places = places.where(visible.expand(2, 1, 1, -1)[:, 0, 0], -1)
+            key_slots, visible = layer.slots(1, "cpu"), layer.visible(1, "cpu")
+            key_slots = key_slots.where(visible.expand(2, 1, 1, -1)[:, 0, 0], -1)
         both = torch.cat([keys[:, own], values[:, own]], dim=1).flatten(1)[:, None, None]
         latent, exact = layer.update(settings["latent"][:, None, own : own + 1], both)
         if own < max(padding):
@@ -119,7 +119,7 @@ def test_what_an_exact_window_caches_is_served():
             sinks=sinks,
             exact_key=exact[:, :kv_heads],
             exact_value=exact[:, kv_heads:],
-            exact_slots=places,
+            exact_slots=key_slots,
         )
         for row, start in enumerate(padding):
             mask = torch.arange(start, own + 1)
@@ -227,11 +227,13 @@ def case(name, dtype, device):
     settings["latent"][hidden] = torch.nan
     if "exact_key" in settings:
         count = settings["exact_key"].shape[2]
-        places = options["lengths"][:, None] - 1 - torch.arange(count)  # backwards: any order will do
-        places[:, -2:] = torch.tensor([-1, 400])
-        options["exact_slots"] = places.int()
+        key_slots = options["lengths"][:, None] - 1 - torch.arange(count)  # backwards: any order will do
+        key_slots[:, -2:] = torch.tensor([-1, 400])
+        options["exact_slots"] = key_slots.int()
         for key in ("exact_key", "exact_value"):
-            settings[key].masked_fill_((places == -1)[:, None, :, None] | (places == 400)[:, None, :, None], torch.nan)
+            settings[key].masked_fill_(
+                (key_slots == -1)[:, None, :, None] | (key_slots == 400)[:, None, :, None], torch.nan
+            )
     settings = {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
     wide = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
     wide |= options | dict(zip(("within", "begins"), rotation_tables(inv_freq, 512, torch.float64), strict=True))

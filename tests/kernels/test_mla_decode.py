@@ -84,8 +84,8 @@ SHAPES = [(1, 48, 16, 63, 16), (7, 96, 8, 111, 32), (28, 320, 64, 40, 64), (40, 
 @pytest.mark.parametrize(
     ("heads", "rank", "rope", "total", "chunk", "dtype"),
     [
-        pytest.param(*shape, dtype, marks=[pytest.mark.slow] * ((place + number) % 2))
-        for place, shape in enumerate(SHAPES)
+        pytest.param(*shape, dtype, marks=[pytest.mark.slow] * ((index + number) % 2))
+        for index, shape in enumerate(SHAPES)
         for number, dtype in enumerate((torch.float16, torch.float32))
     ]
     + [pytest.param(*shape, torch.bfloat16, marks=pytest.mark.gpu) for shape in SHAPES],

@@ -186,7 +186,7 @@ def test_what_nothing_sees_is_never_used(device):
 
 
 def test_the_reference_reads_what_the_cache_holds():
-    """First real tokens in full precision, padding on the left, keys rotated by their places."""
+    """First real tokens in full precision, padding on the left, keys rotated by their positions."""
     runs = EVERY
     fields, rank = flat(runs)
     quantizer = TokenQuantizer(TokenFormat(sum(runs, ())))

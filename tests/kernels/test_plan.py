@@ -169,11 +169,11 @@ def test_one_tensor_twice_is_no_plan_for_two(device):
 
 def test_a_plan_keeps_no_tensors_of_its_first_call_alive(device):
     latent = normal(1, 64, 16).to(device)
-    place = latent.data_ptr()
+    address = latent.data_ptr()
     mla_decode(normal(1, 1, 4, 16).to(device), latent, normal(1, 64, 0).to(device), 0.3)
     assert _mla_decode._plans
     del latent
-    assert not [each for each in gc.get_objects() if type(each) is Tensor and each.data_ptr() == place]
+    assert not [each for each in gc.get_objects() if type(each) is Tensor and each.data_ptr() == address]
 
 
 def test_results_are_contiguous(device):

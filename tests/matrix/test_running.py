@@ -74,7 +74,7 @@ def generated(name: str, **settings) -> None:
 
 
 def packed(name: str) -> None:
-    """Two documents in a row, at other places in each row."""
+    """Two documents in a row, at other positions in each row."""
     model, ids = written_model(name), tokens()
     for cuts in ((5, 5), (3, 7)):
         rows = [torch.cat((torch.arange(cut), torch.arange(12 - cut))) for cut in cuts]

@@ -22,7 +22,7 @@ def chunks(sizes):
 @pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 1, 20, 11], [2, 38], [13, 13, 14]])
 @pytest.mark.parametrize(("sinks", "recent"), [(4, 8), (0, 8), (4, 1), (0, 1), (2, 30), (8, 4), (50, 50), (0, 40)])
 def test_a_query_sees_exactly_the_tokens_of_the_definition(sinks, recent, sizes):
-    """Each key is its own place in the row, so that what the mask shows can be read off."""
+    """Each key is its own position in the row, so that what the mask shows can be read off."""
     positions = torch.arange(1.0, TOKENS + 1).view(1, 1, -1, 1).expand(len(PADDINGS), 2, -1, 3)
     layer = SinkWindowLayer(sinks, recent)
     layer.padding = LeftPadding(PADDINGS)

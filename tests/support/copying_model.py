@@ -94,14 +94,14 @@ class CopyingModel(PreTrainedModel, GenerationMixin):
 
 def _continuations(tokens: list[int], first: int) -> list[tuple[int, int]]:
     """(position, copied token) for every position from `first` on whose token has occurred before."""
-    places: dict[int, list[int]] = {}
-    matches: dict[int, int] = {}  # earlier place -> length of the common suffix that ends there and here
+    occurrences: dict[int, list[int]] = {}
+    matches: dict[int, int] = {}  # earlier index -> length of the common suffix that ends there and here
     results = []
     for position, token in enumerate(tokens):
-        earlier = places.setdefault(token, [])
-        matches = {place: matches.get(place - 1, 0) + 1 for place in earlier}
+        earlier = occurrences.setdefault(token, [])
+        matches = {index: matches.get(index - 1, 0) + 1 for index in earlier}
         if matches and position >= first:
-            best = max(matches, key=lambda place, lengths=matches: (lengths[place], place))
+            best = max(matches, key=lambda index, lengths=matches: (lengths[index], index))
             results.append((position, tokens[best + 1]))
         earlier.append(position)
     return results

@@ -71,7 +71,7 @@ def mutated(draw: st.DrawFn, document: Any, junk: st.SearchStrategy = JUNK) -> A
     """A plain value (JSON, YAML) with one to three of its parts replaced, left out or said twice."""
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
-        holder, key = draw(st.sampled_from(list(_places(document)) or [({"": document}, "")]))
+        holder, key = draw(st.sampled_from(list(_positions(document)) or [({"": document}, "")]))
         action = draw(st.sampled_from(("replace", "replace", "replace", "drop", "add")))
         if action == "replace":
             holder[key] = draw(junk)
@@ -84,12 +84,12 @@ def mutated(draw: st.DrawFn, document: Any, junk: st.SearchStrategy = JUNK) -> A
     return document
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _positions(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every part of a plain value, as what holds it and its key there."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield value, key
-            yield from _places(inner)
+            yield from _positions(inner)
 
 
 @st.composite
@@ -97,18 +97,18 @@ def damaged(draw: st.DrawFn, content: bytes, head: int | None = None) -> bytes:
     """Bytes of which a few, among the first ``head``, were changed, left out or put in, or that end too early."""
     content, head = bytearray(content), head or len(content)
     for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, max(0, min(head, len(content)) - 1)))
+        position = draw(st.integers(0, max(0, min(head, len(content)) - 1)))
         action = draw(st.sampled_from(("flip", "word", "drop", "put", "end")))
         if action == "flip" and content:
-            content[place] ^= 1 << draw(st.integers(0, 7))
+            content[position] ^= 1 << draw(st.integers(0, 7))
         elif action == "word":
             width = draw(st.sampled_from((4, 8)))
             number = draw(st.sampled_from((0, 1, 2**8, 2**31, 2**32 - 1, 2**60, 2**63, 2**64 - 1)))
-            content[place : place + width] = (number % 2 ** (8 * width)).to_bytes(width, "little")
+            content[position : position + width] = (number % 2 ** (8 * width)).to_bytes(width, "little")
         elif action == "drop":
-            del content[place : place + draw(st.integers(1, 16))]
+            del content[position : position + draw(st.integers(1, 16))]
         elif action == "put":
-            content[place:place] = draw(st.binary(min_size=1, max_size=16))
+            content[position:position] = draw(st.binary(min_size=1, max_size=16))
         elif action == "end":
-            del content[place:]
+            del content[position:]
     return bytes(content)

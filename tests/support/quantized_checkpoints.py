@@ -20,7 +20,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     """Codes [R, C] in int32, one number after the other."""
     per_word, unsigned = 32 // bits, (codes + 2 ** (bits - 1)).long()
     rows = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
-    words = sum(rows[..., place] << (place * bits) for place in range(per_word))
+    words = sum(rows[..., index] << (index * bits) for index in range(per_word))
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
@@ -64,8 +64,8 @@ def _compressed(kind: str, weights: dict) -> dict:
 def words(codes: list[list[int]], bits: int) -> Tensor:
     """Codes of each row in int32, the bits of all as one long number."""
     count = -(-len(codes[0]) * bits // 32)
-    numbers = [sum(code << (bits * place) for place, code in enumerate(row)) for row in codes]
-    rows = [[number >> (32 * place) & 0xFFFFFFFF for place in range(count)] for number in numbers]
+    numbers = [sum(code << (bits * index) for index, code in enumerate(row)) for row in codes]
+    rows = [[number >> (32 * index) & 0xFFFFFFFF for index in range(count)] for number in numbers]
     return torch.tensor([[word - 2**32 * (word >= 2**31) for word in row] for row in rows], dtype=torch.int32)
 
 
@@ -97,7 +97,7 @@ def gptq(weight: Tensor, bits: int, *, reordered: bool = False, plus: int = 1) -
 
 def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     codes, scale, zero, numbers = with_zeros(weight, 4, torch.arange(weight.shape[1]) // GROUP)
-    order = [8 * word + place for word in range(len(weight) // 8) for place in (0, 2, 4, 6, 1, 3, 5, 7)]
+    order = [8 * word + index for word in range(len(weight) // 8) for index in (0, 2, 4, 6, 1, 3, 5, 7)]
     parts = {"qweight": words(codes.T[:, order].tolist(), 4), "qzeros": words(zero[:, order].tolist(), 4)}
     return parts | {"scales": scale}, numbers
 

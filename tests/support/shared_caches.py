@@ -22,7 +22,7 @@ FORMS = {
 
 def shared(source: PreTrainedModel, entry: dict, scale: float = 0.3) -> SurgeryForCausalLM:
     """The source with a random basis of the group."""
-    entries = [{**entry, "place": place} for place in range(LAYERS)]
+    entries = [{**entry, "place": index} for index in range(LAYERS)]
     config = SurgeryConfig.from_base(source.config, entries, experts_implementation="eager")
     model = SurgeryForCausalLM(config)
     info = model.load_state_dict(source.state_dict(), strict=False)

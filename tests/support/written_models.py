@@ -70,7 +70,7 @@ def from_entries(*entries: dict[str, Any] | None, family: str = "llama", **setti
 
 def in_group(entry: dict[str, Any], **settings: Any) -> PreTrainedModel:
     """Make a random model whose layers are one group that shares a cache."""
-    return from_entries(*({**entry, "place": place} for place in range(LAYERS)), **settings)
+    return from_entries(*({**entry, "place": index} for index in range(LAYERS)), **settings)
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     **{f"cross_layer_{form}": partial(in_group, entry) for form, entry in FORMS.items()},
     "cross_layer_prompt": partial(in_group, PROMPT),
     "cross_layer_latent": partial(in_group, {**KEY_NORM_ENTRY, "kind": "cross_layer_latent", **GROUP}, family="qwen3"),
-    "cross_layer_mla": lambda: mla([{"kind": "cross_layer_mla", **GROUP, "place": place} for place in range(LAYERS)]),
+    "cross_layer_mla": lambda: mla([{"kind": "cross_layer_mla", **GROUP, "place": index} for index in range(LAYERS)]),
     "quantized_plain": partial(from_entries, None, kv_cache=INT4 | {"sinks": 1, "clip": True}),
     "quantized_latent": partial(from_entries, LATENT_ENTRY, kv_cache=INT8 | {"rope_format": "exact"}),
     "quantized_low_rank": partial(from_entries, low_rank_entry(), kv_cache=INT4),

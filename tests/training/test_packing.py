@@ -17,7 +17,7 @@ BOS, EOS = 1, 0
 def documents(count, shortest=3, longest=40):
     """Documents of tokens that no other document has, ended by eos."""
     lengths = np.random.default_rng(0).integers(shortest, longest, count).tolist()
-    return [[1000 * (number + 1) + place for place in range(n)] + [EOS] for number, n in enumerate(lengths)]
+    return [[1000 * (number + 1) + position for position in range(n)] + [EOS] for number, n in enumerate(lengths)]
 
 
 def token_file(folder, texts, limit=None):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, random
+from surgery.kernels.bench.case import Baseline, Case, CaseFields, Inputs, generator, random
 from surgery.kernels.hybrid_decode.operator import hybrid_decode
 
 
@@ -25,10 +25,10 @@ class HybridDecode(Case):
     operation: ClassVar[str] = "hybrid_decode"
 
     @classmethod
-    def at(cls, place: Place) -> Iterator[Case]:
-        sinks, recent = (4, 12) if place["model"] == "tiny" else (64, 256)
-        if place["context"] > sinks + recent:
-            yield cls(**place, full=place["shape"].kv_heads // 2, sinks=sinks, recent=recent)
+    def at(cls, fields: CaseFields) -> Iterator[Case]:
+        sinks, recent = (4, 12) if fields["model"] == "tiny" else (64, 256)
+        if fields["context"] > sinks + recent:
+            yield cls(**fields, full=fields["shape"].kv_heads // 2, sinks=sinks, recent=recent)
 
     @property
     def slots(self) -> int:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, random
+from surgery.kernels.bench.case import Baseline, Case, CaseFields, Inputs, generator, random
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 
 THETA = 500_000.0
@@ -26,11 +26,11 @@ class LowRankDecode(Case):
     unbatched: ClassVar[frozenset[str]] = frozenset({"key_up", "within", "begins"})
 
     @classmethod
-    def at(cls, place: Place) -> Iterator[Case]:
+    def at(cls, fields: CaseFields) -> Iterator[Case]:
         """Yield latents for one, two and all KV heads, at a quarter of the KV bytes."""
-        shape = place["shape"]
+        shape = fields["shape"]
         for served in sorted({1, min(2, shape.kv_heads), shape.kv_heads}):
-            yield cls(**place, rank=served * shape.head_dim // 2, served=served)
+            yield cls(**fields, rank=served * shape.head_dim // 2, served=served)
 
     @property
     def blocks(self) -> int:

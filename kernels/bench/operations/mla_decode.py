@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, random
+from surgery.kernels.bench.case import Baseline, Case, CaseFields, Inputs, generator, random
 from surgery.kernels.mla_decode.operator import mla_decode
 
 
@@ -23,9 +23,9 @@ class MLADecode(Case):
     operation: ClassVar[str] = "mla_decode"
 
     @classmethod
-    def at(cls, place: Place) -> Iterator[Case]:
-        sizes = ((48, 16),) if place["model"] == "tiny" else ((512, 64), (256, 64), (128, 64))
-        return (cls(**place, rank=rank, rope=rope) for rank, rope in sizes)
+    def at(cls, fields: CaseFields) -> Iterator[Case]:
+        sizes = ((48, 16),) if fields["model"] == "tiny" else ((512, 64), (256, 64), (128, 64))
+        return (cls(**fields, rank=rank, rope=rope) for rank, rope in sizes)
 
     @property
     def variant(self) -> str:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.bench.case import Case, Inputs, Place, generator
+from surgery.kernels.bench.case import Case, CaseFields, Inputs, generator
 from surgery.kernels.bench.case import random as normal
 from surgery.kernels.lowrank_decode.operator import rotation_tables
 from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
@@ -38,7 +38,7 @@ def fields_of(runs: Runs) -> list[tuple[int, int, int, int]]:
     """Return (first byte, number of bytes, lowest bit, bits) of every field, in the order of the channels."""
     fields, first = [], 0
     for byte, count in runs:
-        fields += [(first, count, sum(byte[:place]), bits) for place, bits in enumerate(byte)]
+        fields += [(first, count, sum(byte[:index]), bits) for index, bits in enumerate(byte)]
         first += count
     return fields
 
@@ -54,8 +54,8 @@ class MLADecodePacked(Case):
     unbatched: ClassVar[frozenset[str]] = frozenset(("step", "mean", "within", "begins"))
 
     @classmethod
-    def at(cls, place: Place) -> Iterator[Case]:
-        return (cls(**place, latent=latent, rope=rope) for latent, rope in ROWS.get(place["model"], ROWS["else"]))
+    def at(cls, fields: CaseFields) -> Iterator[Case]:
+        return (cls(**fields, latent=latent, rope=rope) for latent, rope in ROWS.get(fields["model"], ROWS["else"]))
 
     @property
     def rank(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from surgery.kernels.bench import libraries
-from surgery.kernels.bench.case import Baseline, Case, Inputs, Place, generator, random
+from surgery.kernels.bench.case import Baseline, Case, CaseFields, Inputs, generator, random
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class SDPA(Case):
     operation: ClassVar[str] = "sdpa"
 
     @classmethod
-    def at(cls, place: Place) -> Iterator[Case]:
-        yield cls(**place)
+    def at(cls, fields: CaseFields) -> Iterator[Case]:
+        yield cls(**fields)
 
     @property
     def variant(self) -> str:

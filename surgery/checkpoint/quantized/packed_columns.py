@@ -28,7 +28,7 @@ from surgery.common.errors import SurgeryError
 
 WORDS, ZEROS, SCALES, GROUPS, BIAS = "qweight", "qzeros", "scales", "g_idx", "bias"
 BITS = (2, 3, 4, 8)
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position of each of eight outputs in a word."""
 
 
@@ -74,7 +74,7 @@ class PackedColumns:
         reordered: whether ``g_idx`` maps inputs to groups.
         along_inputs: whether a word holds codes of one output (GPTQ) rather than of one input (AWQ).
         plus: added to stored zero points.
-        places: position of each of eight outputs in a word; None for consecutive order.
+        word_order: position of each of eight outputs in a word; None for consecutive order.
         no_bias: whether to drop the stored bias: AutoGPTQ stores a zero bias for each linear layer without one.
     """
 
@@ -86,7 +86,7 @@ class PackedColumns:
     reordered: bool
     along_inputs: bool
     plus: int
-    places: tuple[int, ...] | None
+    word_order: tuple[int, ...] | None
     dtype: torch.dtype
     no_bias: bool = False
 
@@ -119,15 +119,15 @@ class PackedColumns:
         adding to whole words reverts it. 3-bit zero points cross words; it subtracts from each separately.
         """
         if self.plus and 32 % self.bits == 0:
-            ones = sum(self.plus << place for place in range(0, 32, self.bits))
+            ones = sum(self.plus << shift for shift in range(0, 32, self.bits))
             return self._outputs(words.long() + ones, first, after)
         return (self._outputs(words, first, after) + self.plus) & (2**self.bits - 1)
 
     def _outputs(self, words: Tensor, first: int, after: int) -> Tensor:
         """Unpack codes [·, after - first] from words [·, outputs · bits / 32]."""
         numbers = torch.arange(first, after)
-        if self.places is not None:
-            numbers = numbers // 8 * 8 + torch.tensor(self.places)[numbers % 8]
+        if self.word_order is not None:
+            numbers = numbers // 8 * 8 + torch.tensor(self.word_order)[numbers % 8]
         return unpacked(words, numbers, self.bits)
 
 
@@ -165,7 +165,7 @@ def _gptq_matrix(module: str, entry: dict[str, Any], store: Store, plus: int, dt
     if order is not None and (order.shape != (inputs,) or order.dtype != torch.int32):
         raise misfit(module + GROUPS, order, words, "codes")
     return PackedColumns(
-        module, (outputs, inputs), bits, groups, size, order is not None, True, plus, places=None, dtype=dtype
+        module, (outputs, inputs), bits, groups, size, order is not None, True, plus, word_order=None, dtype=dtype
     )
 
 
@@ -183,7 +183,7 @@ def _awq_matrix(module: str, store: Store, dtype: torch.dtype) -> PackedColumns:
     if not fits or words.dtype != torch.int32 or zeros.dtype != torch.int32 or not scales.dtype.is_floating_point:
         raise misfit(module + WEIGHT, words, scales)
     return PackedColumns(
-        module, (8 * packed, inputs), 4, groups, inputs // groups, False, False, 0, places=AWQ_PLACES, dtype=dtype
+        module, (8 * packed, inputs), 4, groups, inputs // groups, False, False, 0, word_order=AWQ_ORDER, dtype=dtype
     )
 
 

@@ -268,13 +268,13 @@ class SharedLatents(CrossLayer):
                 rope_inv_freq=latent.rope_inv_freq,
                 key_norm_eps=latent.key_norm_eps,
                 group_size=len(group),
-                place=place,
+                place=member,
                 rank=rank,
                 block=settings.block,
                 sinks=settings.sinks,
                 window=settings.window,
             )
-            for place, latent in enumerate(latents)
+            for member, latent in enumerate(latents)
         ]
 
     def _writer(self) -> OwnSharedLatents:

@@ -76,7 +76,7 @@ class QuantizedRows(PackedRows[LowRankSettings]):
     def likely(self, granules: int) -> Rows:
         """Return a row of 4 bits per value, split evenly over the blocks."""
         each, rest = divmod(granules, len(self.blocks))
-        sizes = [self.granule * (each + (place < rest)) for place in range(len(self.blocks))]
+        sizes = [self.granule * (each + (block < rest)) for block in range(len(self.blocks))]
         return tuple((("4+4", size),) for size in sizes)
 
     def writer(self, plans: Plans) -> OwnQuantizedLowRank:

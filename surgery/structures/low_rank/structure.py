@@ -108,8 +108,8 @@ class LowRank(Structure[Source, LowRankSettings]):
     name = "lowrank"
     supports_multimodal = True
     options = (
-        TargetOption(place=3),
-        TargetOption(" --bits auto", BITS_CHOSEN, place=0),
+        TargetOption(option_rank=3),
+        TargetOption(" --bits auto", BITS_CHOSEN, option_rank=0),
         TargetOption(" --kv-ratio 0.0625 --bits auto", {"kv_ratio": 0.0625, **BITS_CHOSEN}, listed=False),
     )
 

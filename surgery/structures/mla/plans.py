@@ -190,10 +190,10 @@ def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list
     due = list(range(count)) if plans[0].method.folds else list(range(count))[(count - 1) // 2 :][:2]
     losses: dict[int, float] = {}
     while due:
-        measured = losses_of([plans[place] for place in due])
+        measured = losses_of([plans[index] for index in due])
         losses |= zip(due, measured, strict=True)
         best = min(losses, key=losses.__getitem__)
-        due = [place for place in (best - 1, best + 1) if 0 <= place < count and place not in losses]
+        due = [index for index in (best - 1, best + 1) if 0 <= index < count and index not in losses]
     return losses
 
 

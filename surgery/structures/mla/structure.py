@@ -54,8 +54,8 @@ class MLA(Structure[Source, ConvertSettings]):
 
     supports_multimodal = takes_latents = True
     options = (
-        TargetOption(place=1),
-        TargetOption(" --carrier stock", {"carrier": "stock"}, place=4),
+        TargetOption(option_rank=1),
+        TargetOption(" --carrier stock", {"carrier": "stock"}, option_rank=4),
         # The sizes that vLLM's GPU kernels support, for models that are wide enough.
         TargetOption(
             f" --engine vllm --kv-lora-rank {FAST_WIDTH - FAST_ROPE} --rope-dim {FAST_ROPE}",
@@ -209,14 +209,18 @@ class MLA(Structure[Source, ConvertSettings]):
 
         losses = search_plans(plans, losses_of)
         best = min(losses, key=losses.__getitem__)
-        results = [(plans[place], loss) for place, loss in sorted(losses.items())]
+        results = [(plans[index], loss) for index, loss in sorted(losses.items())]
         if not free:
             return plans[best], results, {}
         unlimited = [replace(planner, frequencies="free").alike(split, one_list=True) for split in free]
         others = search_plans(unlimited, losses_of)
-        place = min(others, key=others.__getitem__)
-        cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[place]}
-        return plans[best], results, {"engine_limits": {**cost, "free_split": [free[place].rope_dim, free[place].rank]}}
+        best_free = min(others, key=others.__getitem__)
+        cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[best_free]}
+        return (
+            plans[best],
+            results,
+            {"engine_limits": {**cost, "free_split": [free[best_free].rope_dim, free[best_free].rank]}},
+        )
 
     def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LayerReport:
         if index in self.kept:

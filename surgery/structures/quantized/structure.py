@@ -29,7 +29,7 @@ class Quantized(QuantizedRows):
     """Conversion to quantized keys and values in separate bases for every head."""
 
     name, method = "quantized", "heads"
-    options = (TargetOption(place=2),)
+    options = (TargetOption(option_rank=2),)
 
     def __init__(self, opened: Source, settings: QuantizedSettings, progress: Progress):
         super().__init__(opened, settings, progress)

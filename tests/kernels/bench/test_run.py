@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 
 
 def row(operation, seconds, batch=1, **more):
-    place = {"operation": operation, "model": "m", "variant": "v", "batch": batch, "context": 8, "dtype": "bfloat16"}
+    case = {"operation": operation, "model": "m", "variant": "v", "batch": batch, "context": 8, "dtype": "bfloat16"}
     work = {"bytes": 1000, "flops": 5000}
     rates = {"bytes_per_second": 1000 / seconds, "flops_per_second": 5000 / seconds}
-    return {**place, **work, "seconds": seconds, **rates, **more}
+    return {**case, **work, "seconds": seconds, **rates, **more}
 
 
 def test_without_a_gpu_results_are_looked_at_and_nothing_is_timed(tmp_path):

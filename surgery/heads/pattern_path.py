@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from surgery.checkpoint.output_place import default_output
+from surgery.checkpoint.output_path import default_output
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import check_file
 from surgery.heads.settings import SUFFIX

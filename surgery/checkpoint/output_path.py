@@ -27,8 +27,8 @@ def default_output(source: str | Path, target: str) -> Path:
 def working_output(source: str | Path, ending: str) -> Path:
     """Return an output path in the working folder; next to the source if that contains the working folder."""
     beside, folder = default_output(source, ending), Path.cwd()
-    place = Path(source).resolve()
-    return beside if place in (folder, *folder.parents) else Path(beside.name)
+    source_path = Path(source).resolve()
+    return beside if source_path in (folder, *folder.parents) else Path(beside.name)
 
 
 def refuse_output_inside(source: Path, out: Path) -> None:
@@ -37,8 +37,8 @@ def refuse_output_inside(source: Path, out: Path) -> None:
     Raises:
         SurgeryError: the output lies inside.
     """
-    source, place = source.resolve(), Path(out).resolve()
-    if source in (place, *place.parents):
+    source, output = source.resolve(), Path(out).resolve()
+    if source in (output, *output.parents):
         raise SurgeryError.at(out, f"lies inside the checkpoint {source}; choose another --out")
 
 
@@ -65,23 +65,23 @@ def settle_output(
 
 
 @contextmanager
-def output_lock(place: Path, option: str = "--out") -> Iterator[None]:
+def output_lock(output: Path, option: str = "--out") -> Iterator[None]:
     """Hold a lock file on an output during the block, so that no other process writes it.
 
     A lock file left by a killed process is unlocked; the next block removes it.
 
     Args:
-        place: output folder, which will contain the lock file, or output file, next to which it lies.
+        output: output folder, which will contain the lock file, or output file, next to which it lies.
         option: flag that sets the output, for error messages.
 
     Raises:
         SurgeryError: another process is writing there, or the lock file cannot be created.
     """
-    path = place / LOCK if place.is_dir() else place.with_name(f".{place.name}{LOCK}")
+    path = output / LOCK if output.is_dir() else output.with_name(f".{output.name}{LOCK}")
     try:
-        file = hold(path, place, option)
+        file = hold(path, output, option)
     except OSError as error:
-        raise SurgeryError(f"{place}: {error.strerror or error}; choose another {option}") from error
+        raise SurgeryError(f"{output}: {error.strerror or error}; choose another {option}") from error
     try:
         yield
     finally:
