@@ -201,7 +201,7 @@ def test_same_seed_same_bytes_and_the_source_is_left_alone(converted, checkpoint
 @pytest.mark.parametrize(
     "settings", [{"carrier": "own"}, {"carrier": "own", "allocate": "spectrum", "rope_dim": 4}], ids=["all", "ranks"]
 )
-def test_one_budget_is_spread_over_layers_of_the_own_class(converted, tmp_path, settings):
+def test_one_budget_is_spread_over_layers_of_the_custom_class(converted, tmp_path, settings):
     result, runs = converted("llama", **settings)
     target, kv = result.report.target, result.report.kv
     logits, _, facts = run_elsewhere(result.path, runs._held_out.tokens, tmp_path, trust=True)
@@ -234,7 +234,7 @@ def test_weights_alone(checkpoints, tmp_path, name):
     assert "from the weights alone" in card and "Without text no loss was measured" in card and "calibrated" not in card
 
 
-def test_own_class_on_request_equals_stock(converted, tmp_path):
+def test_custom_class_on_request_equals_stock(converted, tmp_path):
     stock, _ = converted("llama", calibration="none")
     own, own_ladder = converted("llama", calibration="none", carrier="own")
     logits, _, facts = run_elsewhere(own.path, own_ladder._held_out.tokens, tmp_path, trust=True)
@@ -263,7 +263,7 @@ def test_a_wrong_tensor_is_caught_before_the_output_gets_its_name(checkpoints, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_biases_of_feed_forward_layers_take_the_own_class(tmp_path, monkeypatch):
+def test_biases_of_feed_forward_layers_take_the_custom_class(tmp_path, monkeypatch):
     biased = LlamaConfig(**SHAPE, rms_norm_eps=1e-5, head_dim=16, mlp_bias=True)
     monkeypatch.setitem(CONFIGS, "mlp_bias", lambda: biased)
     source, settings = make_checkpoint(tmp_path / "source", "mlp_bias"), {"calibration": "none", "kv_ratio": 0.5}

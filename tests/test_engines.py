@@ -101,7 +101,7 @@ OWN = {
 }
 
 
-def test_the_own_class_is_served_by_the_plugin():
+def test_the_custom_class_is_served_by_the_plugin():
     on_cpu, on_cuda = verdict_of(OWN, "vLLM on CPU"), verdict_of(OWN, "vLLM on CUDA")
     assert on_cpu["status"] == LOADS_WITH
     assert on_cpu["cache_bytes_per_token"] == 2 * (12 + 4 + 20 + 4)

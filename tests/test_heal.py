@@ -132,7 +132,7 @@ def test_the_report_and_the_card_say_what_happened(pair_of, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["low_rank", pytest.param("hybrid", marks=pytest.mark.slow)])
-def test_the_own_class_without_a_report(tmp_path, kind):
+def test_the_custom_class_without_a_report(tmp_path, kind):
     with torch.no_grad():
         source = tiny_source("llama", vocab_size=4096)
         student = KINDS[kind](source)

@@ -90,7 +90,7 @@ def test_architecture(checkpoints, inspected):
     ("name", "reason"),
     [("qwen3", "q/k-norm"), ("mistral_window", "sliding windows"), ("mixtral", "mixture of experts")],
 )
-def test_what_stock_cannot_carry_goes_to_the_own_class_with_the_reason(name, reason, inspected):
+def test_what_stock_cannot_carry_goes_to_the_custom_class_with_the_reason(name, reason, inspected):
     targets = inspected(name).targets
     assert {target["class"] for target in targets if "mla" in target["command"] and target["applies"]} == {"surgery"}
     stock = next(target for target in targets if target["command"].endswith("--carrier stock"))
@@ -108,7 +108,7 @@ def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class
     assert target["applies"] or "q/k-norm" in target["reasons"][0]
 
 
-def test_every_target_that_needs_the_own_class_says_why(inspected):
+def test_every_target_that_needs_the_custom_class_says_why(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
     words = {"lowrank": "rebuilds", "crosslayer": "share a cache", "quantized": "packed rows"}
     words["hybrid --streaming 1"] = "streaming heads in one layer"

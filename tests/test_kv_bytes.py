@@ -11,8 +11,8 @@ from own_checkpoints import HYBRIDS, IN_BITS, SOURCES
 from tiny_models import CONFIGS, HELD_OUT
 from written_models import IMAGES, WRITTEN
 
+from surgery.architectures.custom_class import layer_entries, own_config
 from surgery.architectures.decilm import config_with_heads
-from surgery.architectures.own_class import layer_entries, own_config
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.common.size_names import with_size_names

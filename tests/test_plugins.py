@@ -129,7 +129,7 @@ def test_its_refusals_are_one_line(runs):
         assert code == 1 and entry in err and "Traceback" not in err
 
 
-def test_a_family_takes_the_own_class_too(runs):
+def test_a_family_takes_the_custom_class_too(runs):
     code, printed, err = runs["family, custom class"]
     assert code == 0, err
     assert json.loads(printed)["target"]["model_type"] == "surgery"

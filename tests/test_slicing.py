@@ -292,7 +292,7 @@ def test_a_stock_checkpoint_stays_stock(converted, sliced, kind):
     assert messages[0] == messages[1] and targets[0]["latent_norm"] == targets[1]["latent_norm"]
 
 
-def test_the_own_class_keeps_its_code(converted, sliced):
+def test_the_custom_class_keeps_its_code(converted, sliced):
     """The files that load it where the package is not installed."""
     path, whole = sliced("cascade").path, converted("cascade").path
     assert type(AutoModelForCausalLM.from_pretrained(path)).__name__ == "SurgeryForCausalLM"

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.architectures.custom_class import layer_entries
 from surgery.architectures.deepseek_v3 import INPUT_NORM, MODEL_TYPE
 from surgery.architectures.neutral_norm import OLD_SCALE, NeutralNorm, recognized_norm
-from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.families.base import ATTENTION_PREFIX
 

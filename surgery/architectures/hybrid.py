@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import BoolTensor, Tensor
 
-from surgery.architectures.own_class import layer_entries
+from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape

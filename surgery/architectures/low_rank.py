@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from surgery.architectures.own_class import own_config
+from surgery.architectures.custom_class import own_config
 from surgery.architectures.own_quantized import quantizer_specs, quantizer_tensors
 from surgery.checkpoint import TensorSpec
 from surgery.families.anatomy import AttentionAnatomy

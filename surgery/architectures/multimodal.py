@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from surgery.architectures.own_class import MODEL_TYPE as OWN
+from surgery.architectures.custom_class import MODEL_TYPE as OWN
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.config_file import with_legacy_rope_keys
 from surgery.families.multimodal import INSIDE, PREFIXES, put_back

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from surgery.architectures import decilm, own_class
-from surgery.architectures.own_class import own_config
+from surgery.architectures import custom_class, decilm
+from surgery.architectures.custom_class import own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.checkpoint.config_file import with_legacy_rope_keys
 from surgery.checkpoint.kv_widths import DECILM
@@ -37,7 +37,7 @@ class Carrier:
 
     Attributes:
         config: config.json for verification of the result.
-        own_class: whether the target is the custom model class.
+        custom_class: whether the target is the custom model class.
         final_config: config.json of another class for the same tensors, which replaces ``config`` after verification.
         final_code: code files that ``final_config`` needs next to the weights.
     """
@@ -45,7 +45,7 @@ class Carrier:
     model_type: str
     reason: str
     config: dict[str, Any]
-    own_class: bool = False
+    custom_class: bool = False
     final_config: dict[str, Any] | None = None
     final_code: tuple[Path, ...] = ()
 
@@ -67,11 +67,11 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
         config = with_legacy_rope_keys({**source, "num_key_value_heads": heads[0]})
         return Carrier(source["model_type"], OWN_FAMILY, config)
     reason = (ASKED_FOR if holds else NO_KV_HEADS) if uniform else DIFFERENT_LAYERS
-    own = config_of_own_class(source, heads)
+    own = config_of_custom_class(source, heads)
     if carrier == "decilm":
         final = decilm.config_with_heads(source, heads)
         return Carrier(DECILM, reason, own, final_config=final, final_code=(decilm.CONFIG_CODE,))
-    return Carrier(own_class.MODEL_TYPE, reason, own, own_class=True)
+    return Carrier(custom_class.MODEL_TYPE, reason, own, custom_class=True)
 
 
 def holds_kv_heads(model_type: str) -> bool:
@@ -89,7 +89,7 @@ def config_with_query_heads(config: dict[str, Any], heads: int, head_dim: int) -
     return {**config, "num_attention_heads": heads, "head_dim": head_dim}
 
 
-def config_of_own_class(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
+def config_of_custom_class(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
     """Return config.json of the custom model class; layers with as many KV heads as the source keep its attention."""
     stock = source.get("num_key_value_heads") or source["num_attention_heads"]
     entries = [StockEntry() if count == stock else GroupedEntry(kv_heads=count) for count in heads]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from surgery.architectures import deepseek_v3
+from surgery.architectures.custom_class import layer_entries
 from surgery.architectures.neutral_norm import NeutralNorm, constant_norm, recognized_norm
-from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX

@@ -14,8 +14,8 @@ import torch
 from torch import LongTensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.architectures.custom_class import layer_entries
 from surgery.architectures.hybrid import StreamableModel
-from surgery.architectures.own_class import layer_entries
 from surgery.calibration.mixture import TEXTS, named_text
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors

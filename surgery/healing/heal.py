@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
+from surgery.architectures.custom_class import layer_entries
 from surgery.architectures.entry_factors import entry_factors
-from surgery.architectures.own_class import layer_entries
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import as_json, disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files

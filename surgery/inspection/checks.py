@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from surgery.architectures.own_class import layer_entries
+from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.file_kinds import as_text, summary
 from surgery.checkpoint.kv_widths import DECILM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from surgery.architectures.own_class import MODEL_TYPE, layer_entries, own_config
+from surgery.architectures.custom_class import MODEL_TYPE, layer_entries, own_config
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token

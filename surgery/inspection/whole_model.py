@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from surgery.architectures.own_class import layer_entries
+from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.model.cache_argument import CACHE

@@ -52,7 +52,7 @@ class Outcome:
         scores: loss and recall after each stage.
         simulated: final hidden states [N, T, D] of the last stage on the held-out text.
         factors: multipliers of copied tensors, by tensor name.
-        own_class: whether the files of the custom model class are written next to the weights.
+        custom_class: whether the files of the custom model class are written next to the weights.
         final_config: config.json of another class for the same tensors, written after the result is verified with
             ``config``.
         final_code: files that ``final_config`` needs next to the weights.
@@ -67,7 +67,7 @@ class Outcome:
     scores: dict[str, Score]
     simulated: Tensor
     factors: Mapping[str, float] = field(default_factory=dict)
-    own_class: bool = False
+    custom_class: bool = False
     final_config: dict[str, Any] | None = None
     final_code: tuple[Path, ...] = ()
     splits: list[dict[str, Any]] = field(default_factory=list)

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from surgery.architectures.custom_class import with_auto_map
 from surgery.architectures.multimodal import whole_config, whole_names
-from surgery.architectures.own_class import with_auto_map
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.texts import Texts, load_texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
@@ -160,7 +160,7 @@ def _finish(
     outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
     config, code = whole_config(reader, outcome.config), ()
-    if outcome.own_class:
+    if outcome.custom_class:
         code = remote_code_files(whole_config(reader, with_auto_map(outcome.config))["auto_map"])
     writer.write_json(CONFIG, config)
     copy_sidecars(reader, carried, code, writer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.architectures.own_class import MODEL_TYPE
+from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource, Source

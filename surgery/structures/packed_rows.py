@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from surgery.architectures.own_class import MODEL_TYPE
+from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import share, short
@@ -321,7 +321,7 @@ class PackedRows(Structure[Source, Settings]):
             layers=layers,
             scores=runs.scores(),
             simulated=runs.hidden[QUANTIZED],
-            own_class=True,
+            custom_class=True,
         )
 
     def _convert(self, index: int, work: ConversionContext, runs: StageTracker, writer: RowWriter) -> RowLayerReport:

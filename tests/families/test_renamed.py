@@ -98,7 +98,7 @@ def test_healing_one_that_was_not_converted_is_refused_before_any_work(checkpoin
 @pytest.mark.parametrize("kind", ENTRIES)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_the_own_class_is_a_model_like_others(name, kind):
+def test_the_custom_class_is_a_model_like_others(name, kind):
     model, tokens = own_model(name, ENTRIES[kind]), torch.arange(3, 43)[None]
     want = model(tokens).logits
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

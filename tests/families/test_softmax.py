@@ -17,7 +17,7 @@ from surgery.running.loading import attention_of
 from surgery.structures.hybrid.settings import HybridSettings
 
 
-def own_class(checkpoint, **how) -> SurgeryForCausalLM:
+def custom_class(checkpoint, **how) -> SurgeryForCausalLM:
     """The model in the custom model class, with its own attention in every layer."""
     source = AutoModelForCausalLM.from_pretrained(checkpoint)
     config = SurgeryConfig.from_base(source.config, [None, None], **how)
@@ -30,19 +30,19 @@ def own_class(checkpoint, **how) -> SurgeryForCausalLM:
 @torch.no_grad()
 def test_layers_that_stay_keep_it(checkpoints, name):
     expected = AutoModelForCausalLM.from_pretrained(checkpoints(name), attn_implementation="eager").eval()(tokens())
-    model = own_class(checkpoints(name))
+    model = custom_class(checkpoints(name))
     assert model.config._attn_implementation == model.model.config._attn_implementation == "eager"
     assert torch.equal(model(tokens()).logits, expected.logits)
     for fused in ("sdpa", "flex_attention"):
         with pytest.raises(ValueError, match=f'attn_implementation="{fused}"|does not support'):
             model.set_attn_implementation(fused)
         with pytest.raises(ValueError, match=f'attn_implementation="{fused}"|does not support'):
-            own_class(checkpoints(name), attn_implementation=fused)
+            custom_class(checkpoints(name), attn_implementation=fused)
 
 
 @pytest.mark.parametrize("name", OWN_SOFTMAX)
 def test_kernels_are_refused(checkpoints, name):
-    for model in (own_class(checkpoints(name)), AutoModelForCausalLM.from_pretrained(checkpoints(name))):
+    for model in (custom_class(checkpoints(name)), AutoModelForCausalLM.from_pretrained(checkpoints(name))):
         assert "no kernel supports" in accelerate(model).refused
 
 

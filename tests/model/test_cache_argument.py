@@ -21,7 +21,7 @@ MODELS = {
 @pytest.mark.parametrize("name", CACHE_NAMES)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @torch.no_grad()
-def test_the_own_class_takes_a_cache_by_either_name(make, name):
+def test_the_custom_class_takes_a_cache_by_either_name(make, name):
     model, tokens, caches = make(own.tiny_source("llama")), own.tokens(), [DynamicCache(), DynamicCache()]
     for piece in tokens.split((8, 4), dim=1):
         outputs = [model(piece, **{CACHE: caches[0]}), model(piece, **{name: caches[1]})]

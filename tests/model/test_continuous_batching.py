@@ -44,7 +44,7 @@ def test_stock_mla_fails_in_transformers():
 
 
 @pytest.mark.parametrize("kind", ["mla-own", "lowrank", "gqa-by-layer", "hybrid", "quantized", "xkv"])
-def test_the_own_class_refuses_at_once(kind):
+def test_the_custom_class_refuses_at_once(kind):
     with pytest.raises(ValueError, match="continuous batching is not supported, as its pages hold keys and values"):
         loaded(kind).generate_batch(PROMPTS, generation_config=GenerationConfig(max_new_tokens=2))
 

@@ -256,7 +256,7 @@ def test_adapters_are_written_apart_and_merged(settings, student):
 
 
 @pytest.mark.parametrize(("make", "masked"), [(lossless_model, True), (lossless_low_rank, None)])
-def test_students_of_the_own_class(tmp_path, make, masked):
+def test_students_of_the_custom_class(tmp_path, make, masked):
     with torch.no_grad():
         source = tiny_source("llama", vocab_size=4096)
         model = make(source)

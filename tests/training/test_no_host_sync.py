@@ -26,11 +26,11 @@ def models():
         return source, KINDS["latent"](source).requires_grad_(True)
 
 
-@pytest.mark.parametrize(("own_class", "document_masks"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("custom_class", "document_masks"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_microbatch_does_not_wait(models, part, own_class, document_masks):
+def test_a_microbatch_does_not_wait(models, part, custom_class, document_masks):
     teacher, student = models
-    student = student if own_class else deepcopy(teacher).requires_grad_(True)
+    student = student if custom_class else deepcopy(teacher).requires_grad_(True)
     weights = ObjectiveWeights(**{"kl": 0.0, part: 1.0})
     module = Distillation(student, weights, teacher, document_masks=document_masks).train()
     data = packed_batch()
@@ -60,10 +60,10 @@ def test_kept_logits_do_not_wait_either(models):
     assert torch.equal(grid.ids[data.predicting // LENGTH, data.predicting % LENGTH], top.ids[flat])
 
 
-@pytest.mark.parametrize("own_class", [False, True])
+@pytest.mark.parametrize("custom_class", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_documents_that_the_host_knows_make_the_same_states(models, own_class, packed):
-    body, data = Body.of(models[own_class]), packed_batch()
+def test_documents_that_the_host_knows_make_the_same_states(models, custom_class, packed):
+    body, data = Body.of(models[custom_class]), packed_batch()
     positions = data.position_ids if packed else torch.arange(LENGTH)[None]
     spans = data.spans if packed else [[slice(0, LENGTH)]] * 2
     with torch.no_grad():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.architectures.cross_layer import REASON
-from surgery.architectures.own_class import MODEL_TYPE
+from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.common.human import short
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from surgery.architectures.cross_layer import REASON, OwnCrossLayer, OwnSharedLatents
-from surgery.architectures.own_class import MODEL_TYPE
+from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.calibration.cross_layer_statistics import joint_moment
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
@@ -168,7 +168,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[SHARED],
-            own_class=True,
+            custom_class=True,
         )
 
     def _new_tensors(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import BoolTensor, Tensor
 
+from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.architectures.hybrid import StreamableModel, compensation_bytes
-from surgery.architectures.own_class import MODEL_TYPE
 from surgery.calibration.held_out import Score
 from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from surgery.architectures.custom_class import MODEL_TYPE, own_config
 from surgery.architectures.hybrid import REASON, moved_tensors
-from surgery.architectures.own_class import MODEL_TYPE, own_config
 from surgery.architectures.sliding_layers import CARRIERS
 from surgery.checkpoint import CheckpointWriter
 from surgery.model.hybrid_entry import HybridEntry
@@ -74,7 +74,7 @@ class Hybrid(Streaming):
         kv_bytes = kv_bytes_of(opened.reader.config, dtype)(self._context) / self._context
         return replace(
             outcome,
-            own_class=True,
+            custom_class=True,
             shape=SourceShape.of_config(opened.config, dtype, kv_bytes),
             flow=partial(predicted_flow, skeleton(outcome.config, opened.stream.dtype)),
         )

@@ -197,7 +197,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[MERGED],
-            own_class=carrier.own_class,
+            custom_class=carrier.custom_class,
             final_config=carrier.final_config,
             final_code=carrier.final_code,
         )

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.architectures.low_rank import REASON, OwnLowRank
-from surgery.architectures.own_class import MODEL_TYPE
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
@@ -218,7 +218,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[stages[-1]],
-            own_class=True,
+            custom_class=True,
         )
 
     def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LowRankLayerReport:

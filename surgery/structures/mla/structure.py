@@ -178,7 +178,7 @@ class MLA(Structure[Source, ConvertSettings]):
             scores=runs.scores(),
             simulated=runs.hidden[LOSSY_STAGES[-1]],
             factors=carrier.writer.rescaled(writer.missing()) if carrier.stock else {},
-            own_class=not carrier.stock,
+            custom_class=not carrier.stock,
             splits=[{**plan.facts(), "held_out_loss": loss} for plan, loss in self._tried],
         )
 

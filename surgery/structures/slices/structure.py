@@ -116,7 +116,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
             layers=[_layer_report(layer, whole, smaller, origin, e) for layer, e in enumerate(measured.errors)],
             scores={BEFORE: measured.before, SLICED: measured.score},
             simulated=measured.hidden,
-            own_class=not whole.stock,
+            custom_class=not whole.stock,
             shape=SourceShape.of_config(opened.config, dtype, before),
         )
 

@@ -107,5 +107,5 @@ class FirstHeads(Structure):
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden["dropped"],
-            own_class=self._carrier.own_class,
+            custom_class=self._carrier.custom_class,
         )
