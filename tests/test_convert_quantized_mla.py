@@ -5,14 +5,14 @@ import torch
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM
 
-from surgery.architectures.entry_factors import STEPS_OF_INPUT, entry_factors
+from surgery.architectures.lr_multipliers import STEPS_OF_INPUT, lr_multipliers
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.model.parts import entries_of
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.settings import FIRST_TOKENS
-from surgery.training.entry_factors import factors_of
+from surgery.training.lr_multipliers import factors_of
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 512, "calibration_length": 64, "held_out": 1, "recall": 0.0}
 AUTO = {**TEXT, "bits": "auto", "kv_ratio": 0.15, "batch_size": 4}
@@ -42,7 +42,7 @@ def test_the_result_computes_and_caches_what_was_promised(name, conversions):
 def test_training_moves_what_makes_a_row_in_proportion_to_its_steps(conversions):
     result = conversions("qwen2", ConvertSettings(**AUTO))
     model = AutoModelForCausalLM.from_pretrained(result.path, trust_remote_code=True)
-    rules = entry_factors(CheckpointReader.open(str(result.path)))
+    rules = lr_multipliers(CheckpointReader.open(str(result.path)))
     factors = factors_of(rules, model, "test")
     for layer in model.model.layers:
         attention, names = layer.self_attn, {id(each): name for name, each in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Verbs on GGUF files: whole checkpoints come of them, and every record names what they were dequantized from."""
+"""Verbs on GGUF files: they become whole checkpoints, and every record names what they were dequantized from."""
 
 import json
 

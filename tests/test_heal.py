@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny_models import DEMO, HELD_OUT
 from transformers import AutoModelForCausalLM
 
-from surgery.architectures.entry_factors import entry_factors
+from surgery.architectures.lr_multipliers import lr_multipliers
 from surgery.architectures.neutral_norm import recognized_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.named_models import demo_model
@@ -95,7 +95,7 @@ def test_stock_mla_stays_stock(pair_of, tmp_path, kind):
         weight, old = (tensors[prefix + "kv_a_proj_with_mqa.weight"][:width] for tensors in (after, before))
         assert not torch.equal(weight, old), "the latent did not train"
         # As far as a step moves a weight of usual size, in proportion to theirs.
-        rules = entry_factors(CheckpointReader.open(student))[prefix + "kv_a_proj_with_mqa.weight"]
+        rules = lr_multipliers(CheckpointReader.open(student))[prefix + "kv_a_proj_with_mqa.weight"]
         factor = 1.0 if norm.extra else rules[-1]["factor"]
         assert (weight - old).abs().max() <= 3 * FEW["learning_rate"] * factor * 1.01
         if norm.extra:
@@ -335,8 +335,8 @@ def test_what_trackers_write_and_evaluations_stay(pair_of, tmp_path):
     assert not (tmp_path / "out.healing").exists()
 
 
-def test_entry_factors_are_for_stock_mla_alone(pair_of):
-    assert entry_factors(CheckpointReader.open(pair_of("gqa")[1])) == {}
+def test_lr_multipliers_are_for_stock_mla_alone(pair_of):
+    assert lr_multipliers(CheckpointReader.open(pair_of("gqa")[1])) == {}
 
 
 def test_the_command_that_is_composed(tmp_path):

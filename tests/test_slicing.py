@@ -165,7 +165,7 @@ def test_the_budget_is_met_by_the_live_cache(converted, sliced, kind):
     assert kv["measured_bytes_per_token"] == numbers * 4
 
 
-def test_the_exact_window_stays(converted, sliced):
+def test_the_residual_window_stays(converted, sliced):
     path, whole = sliced("window").path, converted("window").path
     entries = AutoConfig.from_pretrained(path).attention_layers
     assert all((entry["window"], entry["sinks"]) == (5, 2) for entry in entries)

@@ -32,7 +32,7 @@ class _Bundle:
     Attributes:
         producers: views [r, ...] of the weights and biases that write them, the weight first.
         read: views [..., r] of the weights that read them.
-        factors: [r] learning-rate multipliers of the producers; see `surgery.training.entry_factors`.
+        factors: [r] learning-rate multipliers of the producers; see `surgery.training.lr_multipliers`.
         shared: number of adjacent elements that share a scale.
     """
 
@@ -71,7 +71,7 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
     other layers read too, stay unchanged.
 
     Args:
-        factors: per-parameter learning-rate multipliers by parameter name; see `surgery.training.entry_factors`.
+        factors: per-parameter learning-rate multipliers by parameter name; see `surgery.training.lr_multipliers`.
     """
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     factors_by_id = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}

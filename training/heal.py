@@ -46,10 +46,10 @@ from surgery.training.balanced import balance_latents
 from surgery.training.checkpoints import Checkpoints, latest
 from surgery.training.distillation import Distillation, vocabulary_of
 from surgery.training.document_masks import honours_document_masks
-from surgery.training.entry_factors import EntryFactors, adapter_factors, read_factors
 from surgery.training.evaluations import Evaluations
 from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
+from surgery.training.lr_multipliers import LRMultipliers, adapter_factors, read_factors
 from surgery.training.measure import peak_memory
 from surgery.training.models import (
     ADAPTER,
@@ -103,7 +103,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")
     with ExitStack() as alone:
-        processes.from_main(lambda: _create_run_folder(run, alone, anew=not settings.resume))
+        processes.from_main(lambda: _create_run_folder(run, alone, from_scratch=not settings.resume))
         # The tracker starts before the models load, so that it fails early.
         log = _open_log(settings, accelerator, run, processes, progress)
         alone.callback(log.close)
@@ -173,7 +173,7 @@ class _Run:
                 module=module,
                 names=distillation.measured(),
                 optimizer=optimizer,
-                factors=EntryFactors(distillation.student.named_parameters(), factors),
+                factors=LRMultipliers(distillation.student.named_parameters(), factors),
                 sequences=data.sequences,
                 held_out=data.held_out,
                 checkpoints=Checkpoints(
@@ -235,7 +235,7 @@ class _Run:
     def _set_trainable(
         self, student: PreTrainedModel, teacher: PreTrainedModel | None, factors: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Set the trainable parameters; return the entry factors by the names of trainable parameters."""
+        """Set the trainable parameters; return the learning-rate multipliers by the names of trainable parameters."""
         choose_parameters(student, self.settings, teacher)
         for name, parameter in student.named_parameters():
             if name in factors and not factors[name].any():
@@ -339,12 +339,12 @@ def _open_log(
     return RunLog(run / LOG, writes=processes.is_main, tracker=started[0] if started else None)
 
 
-def _create_run_folder(run: Path, alone: ExitStack, *, anew: bool) -> None:
+def _create_run_folder(run: Path, alone: ExitStack, *, from_scratch: bool) -> None:
     WorkFolder(run, lambda: matching(RUN_FILES)).open()
     with disk_errors(run):
         # The lock also guards against a training that outlives its killed `surgery heal` and still saves its state.
         alone.enter_context(output_lock(run))
-        if anew and (checkpoints := run / "checkpoints").exists():
+        if from_scratch and (checkpoints := run / "checkpoints").exists():
             is_owned = matching(CHECKPOINT_FILES)
             if (foreign := first_foreign(checkpoints, is_owned)) is not None:
                 raise SurgeryError(f"{checkpoints}: {foreign} was not written by surgery; move it away to start again")

@@ -25,9 +25,9 @@ from surgery.common.progress import Progress
 from surgery.common.removed import removal
 from surgery.training.checkpoints import BEST, Checkpoints
 from surgery.training.data import Sequences, TrainingRow, collate, dealt
-from surgery.training.entry_factors import EntryFactors
 from surgery.training.evaluations import Evaluations, scalars
 from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
+from surgery.training.lr_multipliers import LRMultipliers
 from surgery.training.measure import held_out_losses, peak_memory, summed
 from surgery.training.nested import NestedRanks
 from surgery.training.run_log import RunLog
@@ -54,7 +54,7 @@ class Training:
     module: nn.Module
     names: list[str]
     optimizer: torch.optim.Optimizer
-    factors: EntryFactors
+    factors: LRMultipliers
     sequences: Sequences
     held_out: list[TrainingRow]
     checkpoints: Checkpoints

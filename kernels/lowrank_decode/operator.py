@@ -13,11 +13,11 @@ with one softmax over rebuilt and full-precision tokens. The caller computes the
 Inputs from the caches of this package:
 
 - Low rank and cascades: latents [B, S, r], those of a cascade's layers concatenated; `ranges` for blocks of ranks; no
-  exact tokens.
-- Low rank with a residual window: also `sinks`, `window` and the tokens of `ExactWindowLayer`, whose keys lack only the
-  rotation; empty positions are -1.
+  full-precision tokens.
+- Low rank with a residual window: also `sinks`, `window` and the tokens of `ResidualWindowLayer`, whose keys lack only
+  the rotation; empty positions are -1.
 - Bases shared by several layers: latents [B, S, r], as `key_up` the rows of `basis_up` that give keys, as `rebuilt`
-  [sinks, start of the block], as exact tokens those of `GroupLayer` with `raw_exact`.
+  [sinks, start of the block], as full-precision tokens those of `GroupLayer` with `raw_exact`.
 """
 
 from __future__ import annotations
@@ -82,13 +82,14 @@ def lowrank_decode(
         window: latest tokens of a query, itself included, that are read exactly (0 for none).
         sinks: first tokens that are read exactly; unused with `rebuilt`.
         exact_key, exact_value: [B, G, E, d] and [B, G, E, v], the keys not rotated; given together with `exact_slots`.
-        exact_slots: int32 [B, E], positions of the exact tokens in any order; -1 for an empty slot.
+        exact_slots: int32 [B, E], positions of the full-precision tokens in any order; -1 for an empty slot.
         raw_exact: exact keys lack bias and norm, so the kernel applies them.
 
     Returns:
         out [B, T, H, r_v], the latents times the softmax weights of rebuilt tokens; exact_out [B, T, H, v], the exact
-        values times those of exact tokens, or None; lse [B, T, H] fp32, the logarithm of the sum of exponentials over
-        both. out = 0 and lse = -inf if a query sees no token. out and exact_out are in the query's dtype.
+        values times those of full-precision tokens, or None; lse [B, T, H] fp32, the logarithm of the sum of
+        exponentials over both. out = 0 and lse = -inf if a query sees no token. out and exact_out are in the
+        query's dtype.
 
     Raises:
         ValueError: inconsistent shapes.

@@ -86,7 +86,7 @@ def lowrank_attention(
     """Compute attention of the last T tokens; arguments as in `operator.lowrank_decode`, with both rotation tables.
 
     Returns:
-        out and exact_out concatenated, [B, T, H, r_v + v], v = 0 without exact tokens, and lse [B, T, H] in fp32.
+        out and exact_out concatenated, [B, T, H, r_v + v], v = 0 without full-precision tokens, and fp32 lse [B, T, H].
     """
     batch, tokens, heads, _ = query.shape
     kv_heads, size = key_up.shape[0], heads // key_up.shape[0]

@@ -86,7 +86,7 @@ def _check(call: SimpleNamespace) -> None:
 
 
 def check_rows(name: str, call: SimpleNamespace, rank: int, width: int, batch: int, dtype: torch.dtype) -> None:
-    """Check packed rows, their tables and exact tokens against the number of channels, the batch size and the dtype."""
+    """Check packed rows, tables and full-precision tokens against the number of channels, batch size and dtype."""
     if len(call.fields) % 4 or not call.fields:
         raise ValueError(f"{name}: fields must have 4 integers per field, not {len(call.fields)} in all")
     channels, rows = sum(count for _, count, _, _ in grouped(call.fields)), call.rows

@@ -87,7 +87,7 @@ def cross_layer_kernel(
 
 
 def _row_arguments(reading: Reading, past_length: int, rows: int) -> tuple[Tensor, ...]:
-    """Return int32 lengths [B], first latents [B], rebuilt ranges [B, 2] and positions of exact tokens [B, E]."""
+    """Return int32 lengths [B], first latents [B], rebuilt ranges [B, 2] and positions [B, E] in full precision."""
     low, stop = reading.rebuilt
     device, dtype = reading.exact.device, torch.int32
     lengths, first, behind = (

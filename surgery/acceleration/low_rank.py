@@ -12,8 +12,8 @@ from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 from surgery.model.attention_functions import norm_width, take
-from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.low_rank_attention import LowRankAttention
+from surgery.model.residual_window_cache import ResidualWindowLayer
 from surgery.model.rotary import rotates_plainly
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -30,7 +30,7 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
         return "the key norm is not an RMSNorm per head"
     if not rotates_plainly(module):
         return "RoPE does not rotate whole heads in half-split pairs"
-    if module.hands_on or module.shared_layers:
+    if module.shares_latents or module.shared_layers:
         return "several layers of a cascade read the latents"
     if module.sliding_window:
         return "the layer has a sliding window"
@@ -64,7 +64,7 @@ def low_rank_kernel(
     if not readable(query, module.k_norm, module.key_up, module.value_up):
         return None
     layer, exact_arguments = cache.layers[module.layer_idx], {}
-    if isinstance(layer, ExactWindowLayer):
+    if isinstance(layer, ResidualWindowLayer):
         filled = _filled_slots(layer, queries, query.device)
         latent, exact = layer.update(latent, exact)
         key, value = exact.unflatten(-1, (2 * module.num_kv_heads, module.head_dim))[:, 0].transpose(1, 2).chunk(2, 1)
@@ -152,8 +152,8 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
     return *sides, [(*key, *value) for key, value in zip(*ranges, strict=True)]
 
 
-def _filled_slots(layer: ExactWindowLayer, queries: int, device: torch.device) -> Tensor:
-    """Return int32 positions [B, E] of the exact tokens that `update` will return; -1 for empty slots."""
+def _filled_slots(layer: ResidualWindowLayer, queries: int, device: torch.device) -> Tensor:
+    """Return int32 positions [B, E] of the full-precision tokens that `update` will return; -1 for empty slots."""
     window = layer.exact
 
     def make() -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from surgery.architectures.custom_class import layer_entries
-from surgery.architectures.entry_factors import entry_factors
+from surgery.architectures.lr_multipliers import lr_multipliers
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import as_json, disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
@@ -246,7 +246,7 @@ def training_settings(
         raise SurgeryError.at(
             student.path, "its basis is computed for each prompt, without weights to train: healing does not apply"
         )
-    factors = work / FACTORS if entry_factors(student) and not settings.entry_factors else settings.entry_factors
+    factors = work / FACTORS if lr_multipliers(student) and not settings.entry_factors else settings.entry_factors
     return replace(
         settings,
         student=str(student.source.absolute()),
@@ -305,7 +305,7 @@ def _train(
 ) -> None:
     with disk_errors(work):
         if settings.entry_factors == str(work / FACTORS):
-            (work / FACTORS).write_text(json.dumps(entry_factors(student), indent=1) + "\n", encoding="utf-8")
+            (work / FACTORS).write_text(json.dumps(lr_multipliers(student), indent=1) + "\n", encoding="utf-8")
         config = work / SETTINGS
         config.write_text(yaml.safe_dump(as_json(settings.to_dict()), sort_keys=False), encoding="utf-8")
     command = launch_command(config, request.processes, request.launcher)

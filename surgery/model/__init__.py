@@ -5,7 +5,7 @@ transformers can. Their files ship with the checkpoint, which so loads without t
 transformers and each other.
 
 For each kind of attention, `<kind>_entry.py` defines its fields in config.json and properties such as the cache size of
-a token, and `<kind>_attention.py` computes it. Its cache is `plain_cache`, `quantized_cache`, `exact_window_cache`,
+a token, and `<kind>_attention.py` computes it. Its cache is `plain_cache`, `quantized_cache`, `residual_window_cache`,
 `hybrid_cache` or `group_cache`. Entries load without torch; the model classes load on first use.
 """
 

@@ -118,7 +118,7 @@ def _connect(decoder: nn.Module) -> None:
     for attention in attentions:
         if isinstance(attention, ConvertedAttention):
             attention.connect(decoder, shared_latents)
-    if any(getattr(attention, "hands_on", False) for attention in attentions):
+    if any(getattr(attention, "shares_latents", False) for attention in attentions):
         decoder.register_forward_hook(partial(_drop_shared_latents, shared_latents))
 
 

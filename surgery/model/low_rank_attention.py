@@ -31,11 +31,11 @@ from .attention_functions import (
 )
 from .cache_argument import takes_cache
 from .cache_layer import CompactLayer
-from .exact_window_cache import ExactWindowLayer
 from .hybrid_cache import HybridLayer, StreamingLayer
 from .left_padding import LeftPadding, layer_of
 from .low_rank_entry import LowRankEntry
 from .plain_cache import PlainLayer
+from .residual_window_cache import ResidualWindowLayer
 from .rotary import connect_rotary, rotation_of, unrotated
 from .step_memo import once
 from .up_projections import UpProjections
@@ -74,7 +74,7 @@ class LowRankAttention(Accelerated, nn.Module):
 
     With a `window` the latest tokens, and with `sinks` the first ones, are read in full precision: a query at m sees
     the source's keys and values at n > m - window and n < sinks, and rebuilt ones at all other n. The layer keeps
-    `k_proj` and `v_proj` for that, and caches full-precision tokens next to all latents (see `ExactWindowLayer`).
+    `k_proj` and `v_proj` for that, and caches full-precision tokens next to all latents (see `ResidualWindowLayer`).
 
     With `streaming` in its entry, the latents of some blocks are kept for sinks and a window only, and all heads that
     are rebuilt from them stream (see `hybrid_cache`).
@@ -84,7 +84,7 @@ class LowRankAttention(Accelerated, nn.Module):
     def cache_layer_of(cls, entry: LowRankEntry, whole: CompactLayer, codes: Any) -> CompactLayer:
         """Make an empty cache layer of latents, of which some may stream, or with a residual window."""
         if entry.window:
-            return ExactWindowLayer(entry.sinks, entry.window, whole)
+            return ResidualWindowLayer(entry.sinks, entry.window, whole)
         if not (settings := entry.streaming):
             return whole
         width = sum(rank for number, rank in enumerate(entry.ranks) if number not in settings.blocks)
@@ -135,7 +135,7 @@ class LowRankAttention(Accelerated, nn.Module):
         # Set by `connect`; `shared_latents` holds the latents that layers of one forward pass share.
         self.rotary: tuple[nn.Module, ...] = ()
         self.shared_latents: dict[int, torch.Tensor] = {}
-        self.hands_on = False
+        self.shares_latents = False
 
     def initialize_weights(self) -> None:
         """Initialize tensors that the base model does not have; loaded tensors stay unchanged."""
@@ -150,7 +150,7 @@ class LowRankAttention(Accelerated, nn.Module):
         connect_rotary(self, decoder)
         self.shared_latents = shared_latents
         for index in range(self.layer_idx - self.shared_layers, self.layer_idx):
-            decoder.layers[index].self_attn.hands_on = True
+            decoder.layers[index].self_attn.shares_latents = True
 
     @property
     def latent_slices(self) -> list[slice]:
@@ -164,7 +164,7 @@ class LowRankAttention(Accelerated, nn.Module):
 
     def latent_readers(self) -> list[list[torch.Tensor]]:
         """Return, per block, views [·, r] of all weights that read its latents; empty if later layers read them too."""
-        if self.hands_on:
+        if self.shares_latents:
             return []
         ups = self.key_up.matrices(), self.value_up.matrices()
         return [[up[number][:, -rank:] for up in ups if number in up] for number, rank in enumerate(self.ranks)]
@@ -206,7 +206,7 @@ class LowRankAttention(Accelerated, nn.Module):
         exact = visible = layer = None
         if self.window:
             exact = self._full_precision(hidden_states)
-            new = ExactWindowLayer(self.exact_sinks, self.window)
+            new = ResidualWindowLayer(self.exact_sinks, self.window)
             layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         if self.kernel is not None and axis_positions is None:
             out = self.kernel(self, query, latent, exact, attention_mask, cache)
@@ -217,7 +217,7 @@ class LowRankAttention(Accelerated, nn.Module):
             latent, exact = layer.update(latent, exact)
         else:
             latent = self._cached(latent, cache, left_padding)
-        if self.hands_on:
+        if self.shares_latents:
             self.shared_latents[self.layer_idx] = latent
 
         key, value = self._rebuilt(latent, self._full)
@@ -340,7 +340,7 @@ class LowRankAttention(Accelerated, nn.Module):
         visible: torch.Tensor,
         slots: torch.Tensor,
         key_slots: torch.Tensor,
-        layer: ExactWindowLayer,
+        layer: ResidualWindowLayer,
     ) -> torch.Tensor:
         """Return the mask of rebuilt and then full-precision keys, bool [B, 1, T, S + E], memoized for equal layers."""
 

@@ -45,7 +45,7 @@ def generated(model, monkeypatch):
 
 @torch.no_grad()
 def greedy(model, prompt, new_tokens, eos):
-    """One prompt, one token at a time, the whole context anew for each."""
+    """One prompt, one token at a time, the whole context again for each."""
     tokens = list(prompt)
     for _ in range(new_tokens):
         token = int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())

@@ -30,7 +30,7 @@ def write(folder, *steps, **others):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A recipe of two steps, run: its path, its work folder and what came of it."""
+    """A recipe of two steps, run: its path, its work folder and what resulted."""
     folder = tmp_path_factory.mktemp("recipe")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16)
     recipe = write(

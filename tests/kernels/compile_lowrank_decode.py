@@ -68,7 +68,7 @@ def few(capability: int) -> dict[str, Launch]:
     return {
         "blocks of two heads": launch(32, 8, 128, 256, width=1024, capability=capability),
         "joint": launch(32, 8, 128, 512, capability=capability),
-        "odd rank with an exact window": launch(8, 4, 32, 48, exact=132, norm=True, capability=capability),
+        "odd rank with a residual window": launch(8, 4, 32, 48, exact=132, norm=True, capability=capability),
     }
 
 

@@ -16,10 +16,10 @@ from surgery.kernels.lowrank_decode.operator import (
 )
 from surgery.kernels.lowrank_decode.reference import lowrank_attention
 from surgery.kernels.split_kv import merge
-from surgery.model.exact_window_cache import ExactWindowLayer
 from surgery.model.group_cache import GroupLayer
 from surgery.model.group_stores import SharedCodes
 from surgery.model.left_padding import LeftPadding
+from surgery.model.residual_window_cache import ResidualWindowLayer
 
 
 def inputs(batch, tokens, heads, kv_heads, dim, rank, slots, *, width=None, exact=0, biased=False, norm=False, seed=0):
@@ -89,7 +89,7 @@ def test_keys_are_rebuilt_normalized_and_rotated_to_their_slots():
         torch.testing.assert_close(lse[0, token], logits.logsumexp(-1).flatten().float())
 
 
-def test_what_an_exact_window_caches_is_served():
+def test_what_a_residual_window_caches_is_served():
     """Step by step, padding included, over the cache layer itself: sinks and window exactly, the rest rebuilt."""
     torch.manual_seed(3)
     sinks, window, padding, dim, kv_heads = 2, 4, [0, 3], 4, 2
@@ -97,7 +97,7 @@ def test_what_an_exact_window_caches_is_served():
     settings = inputs(2, slots, 4, kv_heads, dim, 5, slots)
     rotation = tables(settings)
     keys, values = torch.randn(2, 2, slots, kv_heads, dim, dtype=torch.float64)
-    layer = ExactWindowLayer(sinks, window)
+    layer = ResidualWindowLayer(sinks, window)
     layer.padding = LeftPadding(padding)
     for own in range(slots):
         if own >= max(padding):

@@ -21,7 +21,7 @@ MIXTURES = {
     "latents, heads and the source's": ([LATENT, HYBRID, None, LOW_RANK], None),
     "bits by layer": ([QUANTIZED, None, None, LATENT], [INT4 | {"group": 8, "clip": True}, INT4, None, INT8]),
     "bits beside streams": ([HYBRID, QUANTIZED, None, HYBRID], [None, INT4 | {"group": 8}, INT8, INT8]),
-    "an exact window beside others": ([None, WINDOW, LATENT, HYBRID], None),
+    "a residual window next to others": ([None, WINDOW, LATENT, HYBRID], None),
 }
 each_mixture = pytest.mark.parametrize("mixture", MIXTURES.values(), ids=list(MIXTURES))
 

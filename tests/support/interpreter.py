@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 
 def make_quick() -> None:
-    """Leaves out what is computed for assertions of debugging only, and what is looked up at every launch anew.
+    """Leaves out what is computed for assertions of debugging only, and what is looked up again at every launch.
 
     Sums are computed again in 64 bits, for an assertion that is made with `debug` only. Triton's functions are searched
     for in their modules before every launch; which there are does not change. And they are put in place again for every

@@ -6,12 +6,12 @@ from conversions import convert_checkpoint
 from own_models import KINDS, tiny_source, tokens
 from transformers import AutoModelForCausalLM
 
-from surgery.architectures.entry_factors import entry_factors
+from surgery.architectures.lr_multipliers import lr_multipliers
 from surgery.architectures.neutral_norm import CONSTANT
 from surgery.checkpoint import CheckpointReader
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.training.balanced import balance_latents
-from surgery.training.entry_factors import factors_of
+from surgery.training.lr_multipliers import factors_of
 from surgery.training.trainable import choose
 
 
@@ -76,7 +76,7 @@ def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
     settings = {"kv_lora_rank": 12, "rope_dim": 4, "latent_norm": kind, "carrier": "stock", "calibration": "none"}
     path = convert_checkpoint(source, tmp_path / "stock", ConvertSettings(**settings)).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    factors = factors_of(entry_factors(CheckpointReader.open(str(path))), model, "test")
+    factors = factors_of(lr_multipliers(CheckpointReader.open(str(path))), model, "test")
     with torch.no_grad():
         for layer in model.model.layers:
             spread = torch.logspace(-3, -1, 12, base=2).exp2()

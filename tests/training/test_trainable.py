@@ -7,7 +7,7 @@ import torch
 from own_models import lossless_model, tiny_source, tokens
 
 from surgery.common.errors import SurgeryError
-from surgery.training.entry_factors import EntryFactors, adapter_factors, factors_of, read_factors
+from surgery.training.lr_multipliers import LRMultipliers, adapter_factors, factors_of, read_factors
 from surgery.training.trainable import add_adapters, choose, parameter_groups
 
 DOWN = "model.layers.0.self_attn.kv_down.weight"
@@ -88,7 +88,7 @@ def test_adapters_on_named_modules(student):
 def steps(model, factors, count=5, weight_decay=0.1, clip=1.0):
     """Some steps of the loop's kind, with everything in AdamW that could move an entry."""
     optimizer = torch.optim.AdamW(parameter_groups(model.parameters(), weight_decay), lr=1e-2)
-    entries = EntryFactors(model.named_parameters(), factors)
+    entries = LRMultipliers(model.named_parameters(), factors)
     norms = []
     for _ in range(count):
         model(input_ids=tokens(), use_cache=False).logits.square().mean().backward()
@@ -129,7 +129,7 @@ def test_a_factor_trains_a_small_weight_as_if_it_were_large():
     norms = []
     for layer, gain, values in ((plain, 1.0, {}), (small, 1 / factor, factors)):
         optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, weight_decay=0.0)
-        entries = EntryFactors(layer.named_parameters(), values)
+        entries = LRMultipliers(layer.named_parameters(), values)
         for _ in range(4):
             output = torch.nn.functional.linear(inputs, layer.weight * gain, layer.bias)
             (output - target).square().mean().backward()
@@ -189,7 +189,7 @@ def test_everything_frozen_is_refused(student):
     choose(student, "attention")
     factors = factors_of({"*": True}, student, "test")
     with pytest.raises(SurgeryError, match="no trainable parameters: every element"):
-        EntryFactors(student.named_parameters(), factors)
+        LRMultipliers(student.named_parameters(), factors)
 
 
 def test_vectors_have_no_weight_decay(student):

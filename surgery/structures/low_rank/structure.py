@@ -50,7 +50,7 @@ from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
 from surgery.transforms.low_rank_methods import blocks_for
 
 BITS_CHOSEN = {"bits": "auto"}
-LOW_RANK, EXACT_WINDOW = "low rank", "exact window"
+LOW_RANK, RESIDUAL_WINDOW = "low rank", "exact window"
 """Stages of the report after the source: all tokens as latents, then latents next to a residual window."""
 
 
@@ -194,7 +194,7 @@ class LowRank(Structure[Source, LowRankSettings]):
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Convert all layers, simulate them without and with the residual window, and write their tensors."""
         opened, writes = self.opened, self._writes
-        stages = (LOW_RANK, *((EXACT_WINDOW,) if self.asked.window else ()))
+        stages = (LOW_RANK, *((RESIDUAL_WINDOW,) if self.asked.window else ()))
         runs = work.stage_runs(stages, steps=stages)
         reports = work.pass_layers(
             lambda index: self._convert(index, work, runs),
@@ -267,7 +267,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             if name == "source":
                 continue
             earlier = self._group.stages.setdefault(name, [])
-            window = {"sinks": self.asked.sinks, "window": self.asked.window} if name == EXACT_WINDOW else {}
+            window = {"sinks": self.asked.sinks, "window": self.asked.window} if name == RESIDUAL_WINDOW else {}
             module = SimulatedLowRank(form, tuple(earlier), **window)
             earlier.append(module)
             makers[name] = lambda module=module: module

@@ -1,4 +1,4 @@
-"""Per-parameter learning-rate multipliers ("entry factors"), by element of a tensor.
+"""Per-parameter learning-rate multipliers, by element of a tensor.
 
 A checkpoint format may require that an element stays constant, or that some rows of a weight are very small or large.
 Adam's steps have the magnitude of the learning rate, whatever the gradient's, so one step would undo that. A factor f
@@ -106,7 +106,7 @@ def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str
     return translated
 
 
-class EntryFactors:
+class LRMultipliers:
     """Factors applied to gradients and updates around each optimizer step; under FSDP2 to each process's shards."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], factors: Mapping[str, Tensor]) -> None:

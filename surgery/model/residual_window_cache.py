@@ -16,7 +16,7 @@ from .plain_cache import PlainLayer
 from .sink_window_cache import SinkWindowLayer
 
 
-class ExactWindowLayer(CompactLayer):
+class ResidualWindowLayer(CompactLayer):
     """Cache layer of latents with a residual window and sinks.
 
     Attributes:
@@ -44,13 +44,13 @@ class ExactWindowLayer(CompactLayer):
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
         """Predict the bytes after `tokens` tokens of `key_dim` latent and `value_dim` full-precision elements."""
-        exact = exact_window_tokens(*self.exact.settings(), tokens) * value_dim
+        exact = residual_window_tokens(*self.exact.settings(), tokens) * value_dim
         size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": 0, "dtype": dtype}
         return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
 
     def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
         """Predict the bytes after an update, which copies full-precision tokens and dequantizes quantized latents."""
-        exact = exact_window_tokens(*self.exact.settings(), past_length) + new
+        exact = residual_window_tokens(*self.exact.settings(), past_length) + new
         latents = 0 if type(self.latents) is PlainLayer else past_length + new
         read = latents * cached.key_dim + exact * cached.value_dim
         yield cached.held(past_length + new) + cached.batch * cached.heads * read * cached.dtype.itemsize
@@ -107,6 +107,6 @@ class ExactWindowLayer(CompactLayer):
         self.latents._map_rows(change)
 
 
-def exact_window_tokens(sinks: int, window: int, tokens: int) -> int:
-    """Return how many of `tokens` tokens an `ExactWindowLayer` holds in full precision between forward passes."""
+def residual_window_tokens(sinks: int, window: int, tokens: int) -> int:
+    """Return how many of `tokens` tokens a `ResidualWindowLayer` holds in full precision between forward passes."""
     return min(tokens, sinks + window - 1)

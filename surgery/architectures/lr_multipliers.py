@@ -1,4 +1,4 @@
-"""Per-parameter learning-rate multipliers (entry factors) of converted checkpoints.
+"""Per-parameter learning-rate multipliers of converted checkpoints.
 
 Stock MLA classes normalize the latent, and conversions turn that norm into the identity (:mod:`.neutral_norm`).
 Training must freeze its weight, a constant channel, and the columns that read this channel: after the norm it may be in
@@ -29,8 +29,8 @@ STEPS_OF_INPUT = 1e-3
 size 1, a training step moves a value by at most a tenth of its quantization step. Tested on the demo model only."""
 
 
-def entry_factors(reader: CheckpointReader) -> dict[str, Any]:
-    """Return the rules for `surgery.training.entry_factors` by parameter name; empty if none is restricted."""
+def lr_multipliers(reader: CheckpointReader) -> dict[str, Any]:
+    """Return the rules for `surgery.training.lr_multipliers` by parameter name; empty if none is restricted."""
     if reader.config.get("attention_layers"):
         return _packed_rows(reader)
     if MODEL_TYPE not in (reader.config.get("model_type"), reader.config.get("base_model_type")):
