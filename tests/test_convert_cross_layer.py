@@ -216,7 +216,7 @@ def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name)
         ("llama", {"method": "minicache", "kv_ratio": 0.5}, "has a fixed ratio"),
     ],
 )
-def test_impossible_requests_leave_nothing_behind(checkpoints, tmp_path, name, settings, message):
+def test_impossible_requests_leave_nothing(checkpoints, tmp_path, name, settings, message):
     with pytest.raises(SurgeryError, match=message):
         convert_checkpoint(checkpoints(name), tmp_path / "out", CrossLayerSettings(**{**QUICK, **settings}))
     assert list(tmp_path.iterdir()) == []

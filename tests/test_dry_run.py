@@ -137,7 +137,7 @@ def test_every_method_of_layers_that_share_is_a_case():
     assert {f"crosslayer {method}" for method in methods("crosslayer")} <= CASES.keys() | SHOWN.keys()
 
 
-def test_too_small_a_disk_is_told_beside_the_plan(checkpoints, tmp_path, monkeypatch, capsys):
+def test_too_small_a_disk_is_told_with_the_plan(checkpoints, tmp_path, monkeypatch, capsys):
     verb = ["convert", "--to", "gqa", checkpoints("llama"), "--calibration", "none", "--kv-ratio", "0.5", "--dry-run"]
     usage = namedtuple("usage", "total used free")(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

@@ -68,7 +68,7 @@ def test_a_kept_layer_is_the_sources_and_counts_whole(to, overrides, checkpoints
 
 
 @pytest.mark.parametrize(("to", "overrides"), [("mla", {"carrier": "own"}), ("lowrank", {})])
-def test_windowed_layers_stay_beside_full_ones(to, overrides, checkpoints, tmp_path, capsys):
+def test_windowed_layers_stay_next_to_full_ones(to, overrides, checkpoints, tmp_path, capsys):
     source = checkpoints("gemma3_window")
     windows = AutoConfig.from_pretrained(source).layer_types
     report, _, config = converted(source, tmp_path / "out", to, **overrides)

@@ -39,9 +39,9 @@ FLOORS = (
     ("cli",),
 )
 """The folders of the package from the ground up; a file imports from its own folder and from floors below. The ground
-floor and the one above it hold apart folders that know nothing of each other but what ``BESIDE`` says."""
+floor and the one above it hold apart folders that know nothing of each other but what ``EXCEPTIONS`` says."""
 
-BESIDE = {
+EXCEPTIONS = {
     "own_program": {"common", "registration"},
     "registration": {"acceleration", "model"},  # inside its functions: what AutoModel learns when it is loaded
     "families": {"common", "kernels"},
@@ -181,7 +181,7 @@ def test_every_folder_has_a_floor():
 def test_imports_go_one_way():
     allowed, below = {"": {package for floor in FLOORS for package in floor} | {""}}, set()
     for floor in FLOORS:
-        allowed |= {package: BESIDE.get(package, below) | {package} for package in floor}
+        allowed |= {package: EXCEPTIONS.get(package, below) | {package} for package in floor}
         below = below.union(floor)
     allowed["__main__"] = allowed[""]
     for name, file in FILES.items():

@@ -247,7 +247,7 @@ class TestFiles:
 
 
 class TestNames:
-    def test_an_evaluation_of_the_working_folder_lies_beside_it(self, checkpoints, tmp_path, monkeypatch):
+    def test_an_evaluation_of_the_working_folder_lies_next_to_it(self, checkpoints, tmp_path, monkeypatch):
         from surgery.common.progress import Progress
         from surgery.evaluation.preparation import EvaluationRequest, prepare
         from surgery.evaluation.settings import EvalSettings

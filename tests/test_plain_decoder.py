@@ -62,7 +62,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_what_a_config_says_besides_is_left_to_transformers(change):
+def test_what_a_config_says_in_addition_is_left_to_transformers(change):
     config = written("llama")
     assert plain_config(config) is not None and plain_config({**config, **change}) is None
 

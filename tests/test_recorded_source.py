@@ -32,7 +32,7 @@ def copied(converted, tmp_path):
     return [shutil.copytree(path, tmp_path / "copies" / path.name) for path in converted]
 
 
-def test_the_first_source_is_found_beside_it(converted):
+def test_the_first_source_is_found_next_to_it(converted):
     source, merged, hybrid = converted
     assert find_source(CheckpointReader.open(merged)) == source
     assert find_source(CheckpointReader.open(hybrid)) == source

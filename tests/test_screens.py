@@ -165,7 +165,7 @@ def test_a_recipe_is_listed_without_running(source, tmp_path, monkeypatch, capsy
     assert code == 1 and "did you mean kv_ratio" in err
 
 
-def test_an_evaluation_is_told_in_words_beside_the_rivals_next_to_it():
+def test_an_evaluation_is_told_in_words_next_to_its_rivals():
     report = read_report(ROOT / "docs" / "testbed")
     settings = {line.partition(":")[0]: line for line in by_checkpoint(report)}
     rows = {row["name"]: row for row in report["rows"]}

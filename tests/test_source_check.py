@@ -261,7 +261,7 @@ def test_a_stored_head_is_tied_by_its_values(edit, tied, changed, tmp_path):
     assert difference.abs().max() < 0.05 * want.abs().max()
 
 
-def test_a_head_of_its_own_is_kept_beside_pictures(tmp_path):
+def test_a_head_of_its_own_is_kept_next_to_pictures(tmp_path):
     folder = make_model(tmp_path / "model", "gemma3")
     edit_weights(folder, lambda tensors: tensors | {HEAD: tensors["language_model.model.embed_tokens.weight"].flip(0)})
     config = open_source(folder).config

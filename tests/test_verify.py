@@ -47,7 +47,7 @@ def outcomes(path):
 
 def files_of(path):
     """Return verify's checks of the files alone, without running them."""
-    report = Recorded.beside(path)
+    report = Recorded.in_folder(path)
     return checks._check("files", lambda: checks._files(report, compare_files(path, report.files)))
 
 
@@ -106,7 +106,7 @@ def test_a_damaged_report_is_a_fault_and_no_traceback(copy):
         inner[keys[-1]] = value
         report.write_text(json.dumps(document))
         with pytest.raises(surgery.SurgeryError, match="damaged"):
-            Recorded.beside(path)
+            Recorded.in_folder(path)
     assert outcomes(path)["report"] == FAILED
     document = json.loads(whole)
     document["probe"]["tokens"][0] = 10**9

@@ -120,6 +120,6 @@ def _parameters(projection: nn.Linear) -> list[Tensor]:
 
 
 def _trains(view: Tensor) -> bool:
-    """Return whether the parameter behind a view trains; views made under `no_grad` do not require gradients."""
+    """Return whether the parameter of a view trains; views made under `no_grad` do not require gradients."""
     base = view if view._base is None else view._base
     return base.requires_grad

@@ -13,7 +13,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.bootstrap import paired_difference
 
 SCHEMA = 1
-# Settings that determine results besides those of each task; reports in which they differ cannot be merged.
+# Settings that determine results, in addition to those of each task; reports in which they differ cannot be merged.
 SHARED_SETTINGS = ("seed", "limit", "batch_size", "dtype", "device", "context")
 
 STORED = "stored-cache"

@@ -1,4 +1,4 @@
-"""Page sections besides measurements: completions, conversions, settings, checkpoints and times."""
+"""Page sections other than measurements: completions, conversions, settings, checkpoints and times."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def interval(change: dict[str, float], form: Callable[[float], str] = signed) ->
 
 
 def scalars(row: ReportRow) -> dict[str, float]:
-    """Return all scalar results of a row besides the headline: dotted key to unrounded value, in a fixed order.
+    """Return all scalar results of a row except the headline: dotted key to unrounded value, in a fixed order.
 
     Covers text sources, positions, needle lengths, RULER tasks and lengths, lm-eval metrics, and speed by context and
     batch size.

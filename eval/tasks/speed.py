@@ -53,7 +53,7 @@ class SpeedTask:
             )
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the result besides the model and the machine."""
+        """Return the settings that determine the result in addition to the model and the machine."""
         return {
             "contexts": sorted(set(self.contexts)),
             "batches": sorted(set(self.batches)),

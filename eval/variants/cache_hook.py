@@ -25,7 +25,7 @@ def install(
     """Hook the decoder so that `prepare(decoder, call)` can change the arguments of every call; return `model`.
 
     A ValueError in `prepare` is raised as SurgeryError. Sets `model.kv_bytes(tokens)`, the predicted bytes of a cache
-    of `layers`, which has one cache layer per model layer, sliding-window layers included (`beside_windows`).
+    of `layers`, which has one cache layer per model layer, sliding-window layers included (`with_sliding_windows`).
 
     Raises:
         NoVariant: the model is not a decoder with an LM head, has a quantized cache, layers without full attention
@@ -60,7 +60,7 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int]:
     return windows
 
 
-def beside_windows(layers: Sequence[CompactLayer], windows: Mapping[int, int]) -> list[CacheLayer]:
+def with_sliding_windows(layers: Sequence[CompactLayer], windows: Mapping[int, int]) -> list[CacheLayer]:
     """Replace the cache layers of sliding-window layers (`windows_of`) by transformers' full-precision ones.
 
     Corresponds to vLLM's `--kv-cache-dtype-skip-layers sliding_window`, according to the source of 0.32; not run.

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.variants.cache_hook import beside_windows, install, windows_of
+from surgery.eval.variants.cache_hook import install, windows_of, with_sliding_windows
 from surgery.model.cache_argument import CACHE
 from surgery.model.cache_layer import CacheLayer, Call, CompactLayer, own_cache
 from surgery.model.quantization import pack, unpack
@@ -185,7 +185,7 @@ def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer],
     windows = windows_of(model.config)
 
     def empty() -> list[CacheLayer]:
-        return beside_windows([layer.fresh() for layer in layers], windows)
+        return with_sliding_windows([layer.fresh() for layer in layers], windows)
 
     def prepare(decoder: nn.Module, call: Call) -> None:
         own_cache(decoder, call, empty())

@@ -14,7 +14,7 @@ by what they decode to. A pass over a text is cut into chunks of 16 tokens. So e
 decoded, and its own keys and values follow from states that read decoded tokens; in the paper only those of tokens
 after the prompt do.
 
-Other differences from the paper, besides those in `transform_coding`:
+Other differences from the paper, in addition to those in `transform_coding`:
 
 - It calibrates on 160k to 200k tokens of FineWeb and OpenR1-Math, here on fewer tokens of other text (see `rows.py`).
 - It allocates bits by the errors of up to 32k of these tokens, here of 128.

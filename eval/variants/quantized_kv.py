@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from surgery.eval.variants.cache_hook import beside_windows, install, refusals, windows_of
+from surgery.eval.variants.cache_hook import install, refusals, windows_of, with_sliding_windows
 from surgery.model.cache_layer import CacheLayer, Call, own_cache
 from surgery.model.quantized_cache import QuantizedKVLayer
 
@@ -34,7 +34,7 @@ def quantize_kv(model: PreTrainedModel, format: str, group: int = 32, window: in
     count, windows = model.config.num_hidden_layers, windows_of(model.config)
 
     def new_layers() -> list[CacheLayer]:
-        return beside_windows([QuantizedKVLayer(format, group, window) for _ in range(count)], windows)
+        return with_sliding_windows([QuantizedKVLayer(format, group, window) for _ in range(count)], windows)
 
     with refusals():
         empty = new_layers()

@@ -91,8 +91,8 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     if splits == 1 or not full:
         return [attention]
     attention, merged = with_merge(attention, parts, logs, out, lse)
-    behind = {"full_queries": full * per_head, "other_queries": streaming * per_head}
-    return [attention, replace(merged, kernel=merge_full_kernel, arguments=merged.arguments | behind)]
+    head_counts = {"full_queries": full * per_head, "other_queries": streaming * per_head}
+    return [attention, replace(merged, kernel=merge_full_kernel, arguments=merged.arguments | head_counts)]
 
 
 # These only bound loops and masks and grow with the sequence; specialization would recompile the kernel.

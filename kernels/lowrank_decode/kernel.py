@@ -88,9 +88,9 @@ def lowrank_decode_kernel(
     for _ in tl.static_range(VALUE_CHUNKS):
         acc += (tl.zeros([CHUNK, ROWS], tl.float32),)
 
-    behind = tl.minimum(tl.minimum(stop, length - window), tl.minimum(length, offset + capacity))
+    limit = tl.minimum(tl.minimum(stop, length - window), tl.minimum(length, offset + capacity))
     ahead = tl.maximum(tl.maximum(low, start), offset)
-    begin, end = split_tokens(ahead, tl.maximum(behind, ahead), split, splits, BLOCK)
+    begin, end = split_tokens(ahead, tl.maximum(limit, ahead), split, splits, BLOCK)
     KEY_CHUNKS: tl.constexpr = (KEY_RANK + CHUNK - 1) // CHUNK
     ups = ()
     if RESIDENT:

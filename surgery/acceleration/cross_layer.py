@@ -90,7 +90,7 @@ def _row_arguments(reading: Reading, past_length: int, rows: int) -> tuple[Tenso
     """Return int32 lengths [B], first latents [B], rebuilt ranges [B, 2] and positions [B, E] in full precision."""
     low, stop = reading.rebuilt
     device, dtype = reading.exact.device, torch.int32
-    lengths, first, behind = (
+    lengths, first, last = (
         torch.full((rows,), number, dtype=dtype, device=device) for number in (past_length, low, max(low, stop))
     )
-    return lengths, first, torch.stack([first, behind], dim=1), reading.exact.to(dtype).repeat(rows, 1)
+    return lengths, first, torch.stack([first, last], dim=1), reading.exact.to(dtype).repeat(rows, 1)

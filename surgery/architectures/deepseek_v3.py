@@ -39,15 +39,17 @@ LARGEST_QUERY = 2.0**15
 """Limit of query weights, half of float16's; the scale of rotary keys grows where queries would exceed it."""
 
 
-def obstacles(config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, beside: str | None = None) -> list[str]:
+def obstacles(
+    config: dict, spec: MLASpec, *, experts: bool, mlp_bias: bool, extra_parts: str | None = None
+) -> list[str]:
     """Return the reasons why the stock class cannot hold a conversion; empty if it can.
 
     Args:
         config: the source's config.json.
         experts, mlp_bias: whether the source's feed-forward layers have experts or biases.
-        beside: other parts of its layers that the stock class lacks.
+        extra_parts: other parts of its layers that the stock class lacks.
     """
-    reasons = [] if beside is None else [f"the source has {beside}"]
+    reasons = [] if extra_parts is None else [f"the source has {extra_parts}"]
     if spec.key_norm_eps is not None:
         reasons.append("the source normalizes queries and keys per head (q/k-norm)")
     if experts:

@@ -47,10 +47,10 @@ def whole_names(reader: CheckpointReader, config: dict[str, Any], tensors: Itera
         return reader.stored_names
     native, alone = PREFIXES[0], PREFIXES[-1]
     others = "" if any(name.startswith(native) for name in reader.stored_names.values()) else INSIDE
-    beside = {name for name in reader.names() if name not in reader.stored_names}
+    extra_names = {name for name in reader.names() if name not in reader.stored_names}
     stored = {}
     for name in tensors:
-        if name in beside:
+        if name in extra_names:
             stored[name] = name if name.startswith(INSIDE) else others + name
         else:
             stored[name] = native + name.removeprefix(alone) if name.startswith(alone) else name

@@ -116,7 +116,7 @@ class LatentModel:
         return getattr(self.entries[layer], "rope_dim", 0)
 
     def fixed(self, layer: int) -> int:
-        """Return the elements that a layer caches per token besides its latents."""
+        """Return the elements that a layer caches per token in addition to its latents."""
         if self.stock:
             return self.norm.extra + self.rope_dim(layer)
         entry = self.entries[layer]

@@ -1,6 +1,6 @@
 """Calibration prose that ships with Python, and extraction of prose from markup.
 
-The text is the language reference behind `help()` and the docstrings of the standard library. Models have memorized
+The text is the language reference that `help()` shows and the docstrings of the standard library. Models have memorized
 much of it, which hides damage to attention. So the share of memorized tokens is reported (`surgery.calibration.texts`),
 and losses are measured on other text (`surgery.calibration.installed`).
 """

@@ -209,7 +209,7 @@ def _is_loaded(name: str) -> bool:
 
 
 def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weights | None:
-    """Find the weights of one format, or None; refuse an index beside a stale single file, which transformers loads."""
+    """Find the weights of one format, or None; refuse an index next to a single file, which transformers would load."""
     has_single = os.path.lexists(folder / single)
     index = _read_index(folder / index_name) if os.path.lexists(folder / index_name) else None
     if index is not None:

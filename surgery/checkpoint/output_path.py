@@ -26,9 +26,9 @@ def default_output(source: str | Path, target: str) -> Path:
 
 def working_output(source: str | Path, ending: str) -> Path:
     """Return an output path in the working folder; next to the source if that contains the working folder."""
-    beside, folder = default_output(source, ending), Path.cwd()
+    default, folder = default_output(source, ending), Path.cwd()
     source_path = Path(source).resolve()
-    return beside if source_path in (folder, *folder.parents) else Path(beside.name)
+    return default if source_path in (folder, *folder.parents) else Path(default.name)
 
 
 def refuse_output_inside(source: Path, out: Path) -> None:

@@ -343,7 +343,7 @@ class CheckpointReader:
         return self._files if self._underlying is None else self._underlying.files
 
     def sidecars(self) -> list[Path]:
-        """List the full paths of the checkpoint's files besides weights and config.json, code included."""
+        """List the full paths of the checkpoint's files except weights and config.json, code included."""
         return self._files.paths
 
     def stamp(self) -> dict[str, list[int]]:

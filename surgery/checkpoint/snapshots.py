@@ -40,7 +40,7 @@ class Snapshots:
         """Load the last state of a loop; None if there is none.
 
         Args:
-            types: classes in the state besides tensors and plain values.
+            types: classes in the state other than tensors and plain values.
         """
         if self.folder is None or not (path := self._path(loop)).is_file():
             return None

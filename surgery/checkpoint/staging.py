@@ -214,10 +214,10 @@ class Staging:
                 f"contains {foreign}, which the unfinished run did not write; move it away, or choose another --out",
             )
 
-    def _owned(self, *more: str, besides: str = "") -> IsOwned:
-        """Return a predicate that owns the recorded files and additional names, except files in folder ``besides``."""
+    def _owned(self, *more: str, excluded: str = "") -> IsOwned:
+        """Return a predicate that owns the recorded files and additional names, except files in folder ``excluded``."""
         is_listed, is_more = self._ledger.owned(), matching(more)
-        return lambda path: is_more(path) or (is_listed(path) and not (besides and path.startswith(f"{besides}/")))
+        return lambda path: is_more(path) or (is_listed(path) and not (excluded and path.startswith(f"{excluded}/")))
 
     def _clear(self, *, keep_unfinished: bool) -> bool:
         """Remove all files of runs from the partial folder except the ledger, which still lists them if interrupted.
@@ -227,7 +227,7 @@ class Staging:
         """
         if not keep_unfinished:
             self._remove_unfinished()
-        remove_owned(self.partial, self._owned(besides=UNFINISHED if keep_unfinished else ""))
+        remove_owned(self.partial, self._owned(excluded=UNFINISHED if keep_unfinished else ""))
         return [path.name for path in self.partial.iterdir()] == [MARKER]
 
     def _remove_unfinished(self) -> None:

@@ -23,7 +23,7 @@ class WorkFolder:
 
     Args:
         path: path of the folder.
-        owned: returns the predicate of files that runs have written so far, besides marker and lock.
+        owned: returns the predicate of files that runs have written so far, except marker and lock.
     """
 
     def __init__(self, path: Path, owned: Callable[[], IsOwned]):

@@ -93,11 +93,13 @@ def remove_owned(folder: Path, is_owned: IsOwned) -> str | None:
     return stays
 
 
-def inventory(folder: Path, besides: Iterable[str] = ()) -> dict[str, str | None]:
+def inventory(folder: Path, excluded: Iterable[str] = ()) -> dict[str, str | None]:
     """Hash the files below a folder for a record: SHA-256 by path, None for large files. Skip our hidden files."""
-    besides = set(besides)
+    excluded = set(excluded)
     paths = (path for path, _ in _walk(folder, lambda path: True) if not path.endswith("/"))
-    return {path: _hash(folder / path) for path in sorted(paths) if path not in besides and not path.startswith(HIDDEN)}
+    return {
+        path: _hash(folder / path) for path in sorted(paths) if path not in excluded and not path.startswith(HIDDEN)
+    }
 
 
 def check_replaceable(folder: Path) -> None:

@@ -55,7 +55,7 @@ def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_j
     page.print(
         f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, on "
         f"{_texts(plan)} texts (±: half of the 80% interval for other text){recall}; "
-        "· lower loss than all smaller rows; other engines: those that load it, besides transformers[/dim]",
+        "· lower loss than all smaller rows; other engines: those that load it, in addition to transformers[/dim]",
         soft_wrap=True,
     )
     if beyond := beyond_positions(budget["context"], plan.source["max_positions"]):

@@ -45,7 +45,7 @@ class Facts:
         yarn: MLA only: whether RoPE is YaRN: DeepSeek's models, and conversions of them.
         real_experts: MLA only: whether there are MoE layers; again DeepSeek's models, and conversions of them.
         tied: whether the output head is tied to the embeddings.
-        rope_beside: whether RoPE is also given in transformers 4's keys, next to ``rope_parameters``.
+        has_legacy_rope_keys: whether RoPE is also given in transformers 4's keys, next to ``rope_parameters``.
         windowed: whether any layer has a sliding window.
         quantized: whether weights are stored quantized, which no trial covers.
         pictures: whether this is a vision-language model; its language model has the cache.
@@ -69,7 +69,7 @@ class Facts:
     yarn: bool = False
     real_experts: bool = False
     tied: bool = False
-    rope_beside: bool = False
+    has_legacy_rope_keys: bool = False
     windowed: bool = False
     quantized: bool = False
     pictures: bool = False
@@ -93,7 +93,7 @@ class Facts:
             "quantized": bool(config.get("quantization_config")),
             "pictures": "vision_config" in config,
             "tied": bool(config.get("tie_word_embeddings")),
-            "rope_beside": config == with_legacy_rope_keys(config),
+            "has_legacy_rope_keys": config == with_legacy_rope_keys(config),
         }
         layers = config["num_hidden_layers"]
         if family == PICTURES:

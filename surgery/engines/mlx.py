@@ -27,7 +27,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
         return Verdict(**fields, status=REFUSED, command=None, reason=problem, remedy=facts.again("--engine mlx"))
     if facts.kind in MLX_DIFFERS:
         return Verdict(**fields, status=REFUSED, command=None, reason=MLX_DIFFERS[facts.kind])
-    if facts.structure == HEADS and facts.kind in MLX.kinds and not facts.rope_beside:
+    if facts.structure == HEADS and facts.kind in MLX.kinds and not facts.has_legacy_rope_keys:
         reason = "it reads rope_theta and rope_scaling: add them to config.json next to rope_parameters"
         return Verdict(**fields, status=REFUSED, command=None, reason=reason)
     fields |= {"command": f"mlx_lm.server --model {path}", **facts.cache(facts.number_bytes)}

@@ -20,7 +20,7 @@ class Verdict:
         version: version that was tried or read; ``device``: the device.
         status: LOADS, LOADS_WITH (the flags in the command are required), REFUSED, NOT_TRIED or OPEN.
         command: command that serves the checkpoint; None if there is none.
-        reason: the trial or check behind a yes, or the obstacle.
+        reason: the trial or check that supports a yes, or the obstacle.
         cache_bytes_per_token: bytes that the engine allocates per token over all layers, at its default cache dtype.
         cache_bytes_per_request: additional bytes per request of any length: first and last tokens of streaming heads,
             and first tokens in full precision; None if there are none. Engines round up to whole blocks, and add the

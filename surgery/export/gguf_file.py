@@ -72,7 +72,7 @@ def export_checkpoint(
         overwrite: replace an existing file.
 
     Raises:
-        SurgeryError: the engine would compute different outputs, or lacks the tokenizer; no file is left behind.
+        SurgeryError: the engine would compute different outputs, or lacks the tokenizer; no file is left.
     """
     if engine != ENGINE:
         raise SurgeryError(f"--engine {engine}: only {ENGINE} needs an export; see surgery doctor for the others")

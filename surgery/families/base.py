@@ -120,7 +120,8 @@ class Family:
         norm_eps: config key of these LayerNorms' eps.
         embedding_scale: factor on token embeddings.
         forwards_kwargs: whether its decoder layers pass unknown keyword arguments on to the attention.
-        beside: parts of its layers, outside the attention, that stock ``deepseek_v3`` lacks; None if there are none.
+        extra_parts: parts of its layers, outside the attention, that stock ``deepseek_v3`` lacks; None if there are
+            none.
         experts: whether feed-forward layers are mixtures of experts, which stay unchanged.
         expert_layers: adapts a single-layer config to its layer, above all to the kind of feed-forward layer.
         renamed: mapping of its tensor names to the names above, if they differ. Its class then has as many KV heads
@@ -148,7 +149,7 @@ class Family:
     norm_eps: str = "layer_norm_eps"
     embedding_scale: Callable[[object], float] = lambda config: 1.0
     forwards_kwargs: bool = True
-    beside: str | None = None
+    extra_parts: str | None = None
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None
     renamed: Renamed | None = None

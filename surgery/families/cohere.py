@@ -7,12 +7,12 @@ from surgery.families.base import Family, layer_types_window
 
 PARALLEL = "attention and feed-forward layers in parallel, after one LayerNorm"
 
-COHERE = Family(model_type="cohere", interleaved=True, layer_norm=True, beside=PARALLEL)
+COHERE = Family(model_type="cohere", interleaved=True, layer_norm=True, extra_parts=PARALLEL)
 COHERE2 = Family(
     model_type="cohere2",
     interleaved=True,
     layer_norm=True,
     rotates=lambda config, layer: config.layer_types[layer] == "sliding_attention",
     window=layer_types_window,
-    beside=PARALLEL,
+    extra_parts=PARALLEL,
 )

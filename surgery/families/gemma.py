@@ -6,5 +6,5 @@ GEMMA = Family(
     model_type="gemma",
     norm_offset=1.0,
     embedding_scale=lambda config: config.hidden_size**0.5,
-    beside="norms of 1 + w and scaled embeddings",
+    extra_parts="norms of 1 + w and scaled embeddings",
 )

@@ -10,5 +10,5 @@ GEMMA2 = Family(
     eager=True,  # transformers 5.19 uses SDPA, which has no cap
     embedding_scale=lambda config: config.hidden_size**0.5,
     window=layer_types_window,
-    beside="logit softcaps, and norms after attention and feed-forward layers",
+    extra_parts="logit softcaps, and norms after attention and feed-forward layers",
 )

@@ -9,5 +9,5 @@ GEMMA3_TEXT = Family(
     scale=lambda config: config.query_pre_attn_scalar**-0.5,
     embedding_scale=lambda config: config.hidden_size**0.5,
     window=layer_types_window,
-    beside="norms after attention and feed-forward layers",
+    extra_parts="norms after attention and feed-forward layers",
 )

@@ -2,5 +2,7 @@
 
 from surgery.families.base import Family
 
-GLM = Family(model_type="glm", partial=True, interleaved=True, beside="fused feed-forward projections")
-GLM4 = Family(model_type="glm4", partial=True, interleaved=True, beside="norms after attention and feed-forward layers")
+GLM = Family(model_type="glm", partial=True, interleaved=True, extra_parts="fused feed-forward projections")
+GLM4 = Family(
+    model_type="glm4", partial=True, interleaved=True, extra_parts="norms after attention and feed-forward layers"
+)

@@ -8,5 +8,5 @@ GLM4_MOE = Family(
     partial=True,
     experts=True,
     expert_layers=first_dense,
-    beside="partial RoPE",
+    extra_parts="partial RoPE",
 )

@@ -29,7 +29,7 @@ GPT2 = Family(
     model_type="gpt2",
     rotates=lambda config, layer: False,
     layer_norm=True,
-    beside="learned position embeddings, LayerNorms, and feed-forward layers without gates",
+    extra_parts="learned position embeddings, LayerNorms, and feed-forward layers without gates",
     renamed=Renamed(
         names={
             r"^transformer\.": "",

@@ -17,7 +17,7 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     partial=True,
     layer_norm=True,
-    beside="LayerNorms, and feed-forward layers without gates",
+    extra_parts="LayerNorms, and feed-forward layers without gates",
     renamed=Renamed(
         names={
             r"^embed_out\.": "lm_head.",

@@ -7,5 +7,5 @@ GPT_OSS = Family(
     sinks=True,
     window=layer_types_window,
     experts=True,
-    beside="learned attention sinks",
+    extra_parts="learned attention sinks",
 )

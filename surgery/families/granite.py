@@ -11,7 +11,7 @@ GRANITE = Family(
     model_type="granite",
     scale=lambda config: config.attention_multiplier,
     embedding_scale=lambda config: config.embedding_multiplier,
-    beside="multipliers of embeddings, residuals and logits",
+    extra_parts="multipliers of embeddings, residuals and logits",
 )
 
 GRANITE_HYBRID = replace(
@@ -19,5 +19,5 @@ GRANITE_HYBRID = replace(
     model_type="granitemoehybrid",
     rotates=lambda config, layer: config.position_embedding_type == "rope",
     experts=True,
-    beside="multipliers of embeddings, residuals and logits, and recurrent layers",
+    extra_parts="multipliers of embeddings, residuals and logits, and recurrent layers",
 )

@@ -41,5 +41,5 @@ LLAMA4_TEXT = Family(
     first_scaled=_first_scaled,
     experts=True,
     expert_layers=_expert_layers,
-    beside="position-dependent query scaling",
+    extra_parts="position-dependent query scaling",
 )

@@ -14,5 +14,5 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     window=uniform_window,
     first_scaled=first_scaled,
-    beside="position-dependent query scaling",
+    extra_parts="position-dependent query scaling",
 )

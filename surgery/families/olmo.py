@@ -5,7 +5,7 @@ OLMo 3 has sliding windows in three of four layers, with their own RoPE.
 
 from surgery.families.base import Family, layer_types_window
 
-BEHIND = "norms after attention and feed-forward layers, and none before"
+POST_NORMS = "norms after attention and feed-forward layers, and none before"
 
-OLMO2 = Family(model_type="olmo2", qk_norm=True, norm_scope="all", beside=BEHIND)
-OLMO3 = Family(model_type="olmo3", qk_norm=True, norm_scope="all", window=layer_types_window, beside=BEHIND)
+OLMO2 = Family(model_type="olmo2", qk_norm=True, norm_scope="all", extra_parts=POST_NORMS)
+OLMO3 = Family(model_type="olmo3", qk_norm=True, norm_scope="all", window=layer_types_window, extra_parts=POST_NORMS)

@@ -15,7 +15,7 @@ QWEN3_5_TEXT = Family(
     partial=True,
     axes=True,
     output_gate=True,
-    beside="a gate on the output of its attention, and recurrent layers",
+    extra_parts="a gate on the output of its attention, and recurrent layers",
 )
 QWEN3_5_MOE_TEXT = replace(QWEN3_5_TEXT, model_type="qwen3_5_moe_text", experts=True)
 QWEN3_NEXT = replace(QWEN3_5_MOE_TEXT, model_type="qwen3_next", axes=False, expert_layers=QWEN3_MOE.expert_layers)

@@ -2,4 +2,4 @@
 
 from surgery.families.base import Family
 
-STABLELM = Family(model_type="stablelm", partial=True, layer_norm=True, forwards_kwargs=False, beside="LayerNorms")
+STABLELM = Family(model_type="stablelm", partial=True, layer_norm=True, forwards_kwargs=False, extra_parts="LayerNorms")

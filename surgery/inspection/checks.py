@@ -95,7 +95,7 @@ def verify_checkpoint(
     reader = open_model(source)
     checks, report = [], Recorded()
     try:
-        report = Recorded.beside(reader.path)
+        report = Recorded.in_folder(reader.path)
     except SurgeryError as error:
         checks.append(Check("report", FAILED, str(error)))
     folder = reader.source if reader.source.is_dir() else reader.path

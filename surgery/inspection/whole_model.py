@@ -57,8 +57,8 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     mask = torch.ones_like(rows)
     mask[0, :padding] = 0
     positions = (mask.cumsum(1) - 1).clamp_min(0)  # like `generate`
-    beside = model(rows, attention_mask=mask, position_ids=positions).logits[:1, -LENGTH:]
-    compare(beside, "of a row next to another")
+    batched = model(rows, attention_mask=mask, position_ids=positions).logits[:1, -LENGTH:]
+    compare(batched, "of a row next to another")
     ways = [] if quantized else ["layer by layer", "in pieces"]
     ways.append("next to another row" if grouped else "left-padded next to another row")
     return f"{type(model).__name__}: equal logits {', '.join(ways)}"

@@ -18,7 +18,7 @@ from surgery.structures.dry_run import measure_speed, requested_tokens
 from surgery.structures.estimates import Demand, Workload
 
 ON_ALL = 0.5
-"""Rough share of the candidates' passes over held-out text that remains after those far behind are dropped."""
+"""Rough share of the candidates' passes over held-out text that remains after those clearly worse are dropped."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from surgery.common.errors import SurgeryError
 from surgery.engines.cache_formats import TENSORRT_LLM, CacheFormat, cache_formats
 from surgery.engines.table import ASKED, verdicts
 from surgery.engines.verdict import REFUSED
-from surgery.eval.variants.cache_hook import beside_windows, bytes_of, refusals, windows_of
+from surgery.eval.variants.cache_hook import bytes_of, refusals, windows_of, with_sliding_windows
 from surgery.eval.variants.coded_cache import CodedLayer, Exact
 from surgery.eval.variants.engine_cache import FORMATS
 from surgery.families import LATENT_FAMILIES
@@ -182,7 +182,7 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
             with refusals():
                 pairs = zip(FORMATS[each.keys](opened.config), FORMATS[each.values](opened.config), strict=True)
                 coded = [CodedLayer(keys.key_coder, values.value_coder) for keys, values in pairs]
-                layers = tuple(beside_windows(coded, windows))
+                layers = tuple(with_sliding_windows(coded, windows))
                 bytes_of(layers, opened.config, opened.weight_dtype)(1)  # raises for unsupported head dims
             candidates.append(EngineFormat(settings.engine, each, serve, opened, settings, layers))
         except SurgeryError as error:

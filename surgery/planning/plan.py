@@ -26,7 +26,7 @@ from surgery.planning.candidates import Candidates, allowed_candidates, held_byt
 from surgery.planning.engine_formats import EngineFormat, Weighed, engine_formats
 from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
-from surgery.planning.rows import Row, alike, by_bytes, choose, far_behind, rows_of
+from surgery.planning.rows import Row, alike, by_bytes, choose, clearly_worse, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
 from surgery.planning.sizes import SHARES, around_best, first_round, search_by_loss
 from surgery.running.source import Source
@@ -187,13 +187,13 @@ def _measure_rounds(
 
 
 def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: float) -> list[EngineFormat]:
-    """Return the engine's formats that are not far behind, with as many layers in full precision as fit a share.
+    """Return the engine's formats that are not clearly worse, with as many layers in full precision as fit a share.
 
     Layers come in the order of the divergence that their quantized cache alone causes. It is measured with the first
     format, layer by layer, with all other layers in full precision.
     """
-    behind = far_behind(rounds.rows())
-    near = [each for index, each in enumerate(rounds.weighed) if index not in behind and isinstance(each, EngineFormat)]
+    worse = clearly_worse(rounds.rows())
+    near = [each for index, each in enumerate(rounds.weighed) if index not in worse and isinstance(each, EngineFormat)]
     formats = [each for each in near if each.format.skips_layers and not any(map(each.leaves, each.full_attention))]
     if not any(each.filled(share * source_bytes, each.full_attention) for each in formats for share in shares):
         return []

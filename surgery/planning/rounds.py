@@ -1,7 +1,7 @@
 """Measurement of candidates in rounds, which spends most of the held-out text on the best ones.
 
-All candidates are measured on the first quarter of the text, those that are not far behind (`rows.far_behind`) on the
-second quarter, and the contenders for the choice on the other half.
+All candidates are measured on the first quarter of the text, those that are not `rows.clearly_worse` on the second
+quarter, and the contenders for the choice on the other half.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from surgery.calibration.held_out import HeldOut
 from surgery.planning.engine_formats import Weighed
 from surgery.planning.measure import Carried, Scored
-from surgery.planning.rows import Row, contenders, far_behind
+from surgery.planning.rows import Row, clearly_worse, contenders
 
 Scores = list[tuple[Scored, Scored]]
 """Scores of candidates, each paired with the source's on the same texts."""
@@ -45,7 +45,7 @@ class Rounds:
         return self._rows_of(self.weighed, self.scores)
 
     def add(self, candidates: Sequence[Weighed], *, twice: bool = True) -> None:
-        """Measure more candidates in the first round, and those that are not far behind in the second.
+        """Measure more candidates in the first round, and those that are not clearly worse in the second.
 
         Args:
             twice: whether candidates above the budget, which cannot be chosen, enter the second round, too.
@@ -54,8 +54,8 @@ class Rounds:
         self.weighed += candidates
         self._measure_on(indices, self._first)
         rows = self.rows()
-        behind = far_behind(rows, self._share)
-        due = [index for index in indices if index not in behind and (twice or rows[index].fits_share(self._share))]
+        worse = clearly_worse(rows, self._share)
+        due = [index for index in indices if index not in worse and (twice or rows[index].fits_share(self._share))]
         self._measure_on(due, self._second)
 
     def on_first(self, candidates: Sequence[Weighed]) -> list[Scored]:

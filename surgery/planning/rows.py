@@ -121,7 +121,7 @@ def by_bytes(rows: Iterable[Row]) -> list[Row]:
     return marked
 
 
-def far_behind(rows: Sequence[Row], share: float | None = None) -> set[int]:
+def clearly_worse(rows: Sequence[Row], share: float | None = None) -> set[int]:
     """Return the indices of rows that cost more and have `FAR` times the drift of a row with no more bytes.
 
     Args:
@@ -146,8 +146,8 @@ def alike(rows: Sequence[Row], share: float) -> list[int]:
     fitting = [index for index, row in enumerate(rows) if row.fits_share(share)]
     if not fitting:
         return []
-    behind = far_behind(rows, share)  # measured on fewer texts, with less certainty
-    fitting = [index for index in fitting if index not in behind]
+    worse = clearly_worse(rows, share)  # measured on fewer texts, with less certainty
+    fitting = [index for index in fitting if index not in worse]
     best = rows[min(fitting, key=lambda index: rows[index].cost)]
     level = [index for index in fitting if rows[index] is best or not _is_significantly_worse(rows[index], best)]
     return sorted(level, key=lambda index: rows[index].drift)

@@ -10,7 +10,7 @@ from typing import Any
 from surgery.planning.candidates import Candidates, Sized
 from surgery.planning.engine_formats import Weighed
 from surgery.planning.rounds import Rounds, Scores
-from surgery.planning.rows import far_behind
+from surgery.planning.rows import clearly_worse
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
 """Default shares of the source's bytes, for an overview."""
@@ -34,9 +34,9 @@ def first_round(candidates: Candidates, share: float | None) -> list[Sized]:
 
 
 def around_best(rounds: Rounds, candidates: Candidates, share: float) -> list[Sized]:
-    """Return the candidates that are not far behind, resized to the shares around the budget."""
-    behind, configs, resized = far_behind(rounds.rows(), share), [each.config for each in rounds.weighed], []
-    near = [each for index, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and index not in behind]
+    """Return the candidates that are not clearly worse, resized to the shares around the budget."""
+    worse, configs, resized = clearly_worse(rounds.rows(), share), [each.config for each in rounds.weighed], []
+    near = [each for index, each in enumerate(rounds.weighed) if "kv_ratio" in each.asked and index not in worse]
     for each in near:
         for other in neighboring_shares(share):
             sized = _resized(each, other, candidates)

@@ -61,7 +61,7 @@ class LayerStream:
         self.reader, self.config = reader, config
         self.device, self.dtype = torch.device(device), dtype
         self._single_layer_config = single_layer_config
-        self.family = family_behind(config)
+        self.family = source_family(config)
         names = [name for name in reader.names() if name.startswith(LAYER_PREFIX.partition("{")[0])]
         size = sum(math.prod(reader.info(name).shape) for name in names) * dtype.itemsize
         self._loaded: dict[tuple[int, int], nn.Module] | None = {} if size <= SMALL else None
@@ -370,14 +370,14 @@ def _joined_config(singles: list):
     return config
 
 
-def family_behind(config) -> Family:
+def source_family(config) -> Family:
     """Return the family of a config, or of the source of a custom-class config; Llama if unknown."""
     return family_around(getattr(config, "base_model_type", config.model_type)) or LLAMA
 
 
 def single_layer_config(config, layer: int):
     """Return a one-layer copy of a converted checkpoint's config (stock MLA or the custom model class)."""
-    single = family_behind(config).single_layer_config(config, layer)
+    single = source_family(config).single_layer_config(config, layer)
     if getattr(config, "attention_layers", None):
         single.attention_layers = [config.attention_layers[layer]]
     if isinstance(getattr(config, "kv_cache", None), list):
@@ -410,7 +410,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     problems = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if problems:
         listing = "; ".join(f"{kind.replace('_', ' ')} {', '.join(names)}" for kind, names in problems.items())
-        why = "override Family.beside for layers with more modules than Llama's"
+        why = "override Family.extra_parts for layers with more modules than Llama's"
         raise SurgeryError(f"a layer cannot be loaded into {type(causal).__name__}: {listing}; {why}")
     causal.model.norm = nn.Identity()
     return causal.eval().requires_grad_(False)

@@ -30,7 +30,7 @@ class PlainFamily:
 
     Attributes:
         class_name: name of its causal language model class.
-        required: config keys that must be present besides sizes, since the class has defaults for them.
+        required: config keys that must be present in addition to sizes, since the class has defaults for them.
         optional: additional config keys of the class.
         biases: attention projections with a bias.
         has_norms: whether queries and keys have a norm per head.

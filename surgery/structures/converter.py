@@ -71,7 +71,7 @@ def convert(request: ConversionRequest, *, shared: bool = False, progress: Progr
         None on processes other than the main one.
 
     Raises:
-        SurgeryError: bad input or an impossible request; no files are left behind.
+        SurgeryError: bad input or an impossible request; no files are left.
         ProcessLost: another process has ended; finished work is kept.
     """
     processes = Processes(cpu=True, alone=not shared)  # exchanged tensors are on the CPU

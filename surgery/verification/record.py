@@ -34,7 +34,7 @@ class Recorded:
     kv: tuple[int, float] | None = None
 
     @classmethod
-    def beside(cls, folder: Path) -> Recorded:
+    def in_folder(cls, folder: Path) -> Recorded:
         """Read the report in a folder.
 
         Raises:

@@ -149,21 +149,21 @@ def _plan_unless_done(path: Path, source: str, settings: PlanSettings, progress:
     from surgery.planning.plan import make_plan
     from surgery.planning.plan_file import write_plan
 
-    beside = path.with_suffix(".json")
+    facts_path = path.with_suffix(".json")
     if path.exists():
         expected = {"sha256": CheckpointReader.open(source).fingerprint(), "settings": settings.to_dict()}
         expected = as_json(expected)
-        if not beside.exists() or {name: read_json(beside).get(name) for name in expected} != expected:
+        if not facts_path.exists() or {name: read_json(facts_path).get(name) for name in expected} != expected:
             raise SurgeryError.at(
                 path,
                 "exists, but from another source or with other settings; remove it, or choose another --work folder",
             )
         progress.note(f"{path}: is there already")
         return
-    check_file(beside, overwrite=True, option="--work")
+    check_file(facts_path, overwrite=True, option="--work")
     result = make_plan(source, settings, out=path, restart=restart, progress=progress)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     facts = {**result.to_dict(), "sha256": result.source["sha256"], "origin": MARK}
-    write_whole(beside, json.dumps(facts, indent=1) + "\n")
+    write_whole(facts_path, json.dumps(facts, indent=1) + "\n")
     write_plan(result, path)

@@ -171,7 +171,7 @@ def test_plain_heads_stay_on_pytorchs_attention(make):
     assert model.config._attn_implementation == before and not hasattr(model, STATE)
 
 
-def test_nothing_is_left_behind():
+def test_nothing_is_left():
     model = lossless_model(tiny_source("llama"))
     names = set(model.state_dict())
     expected = model(tokens()).logits

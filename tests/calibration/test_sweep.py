@@ -129,7 +129,7 @@ def test_sweep_without_gradients_gives_the_same_moments(checkpoints, name):
 def test_sampled_gradient_is_that_of_one_label(checkpoints, monkeypatch, name, rows):
     """Each token's gradient is Wᵀ (p - onehot(y)) for some y, and y is drawn from p, in however many slices.
 
-    Behind a cap c the logits z let 1 - (z/c)² of it through.
+    After a cap c the logits z let 1 - (z/c)² of it through.
     """
     monkeypatch.setattr(layer_stream, "VOCABULARY_SLICE", rows)
     stream = Source.open(checkpoints(name), ConvertSettings()).stream

@@ -76,7 +76,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "kind", "to", "more"), CASES)
-def test_compressed_tensors_beside_converted_attention(tmp_path, family, kind, to, more):
+def test_compressed_tensors_next_to_converted_attention(tmp_path, family, kind, to, more):
     pytest.importorskip("compressed_tensors")
     source = make_quantized(tmp_path / "source", family, kind)
     convert_checkpoint(source, tmp_path / "out", settings(to, **more))
@@ -87,7 +87,7 @@ def test_compressed_tensors_beside_converted_attention(tmp_path, family, kind, t
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "deepseek_v3"))]
 )
-def test_fp8_beside_converted_attention(tmp_path, family, monkeypatch):
+def test_fp8_next_to_converted_attention(tmp_path, family, monkeypatch):
     monkeypatch.setattr("quantized_checkpoints.BLOCK", 8)
     monkeypatch.setitem(FORMATS["FP8"][0], "weight_block_size", [8, 8])
     source, out = make_quantized(tmp_path / "source", family, "FP8"), tmp_path / "out"
@@ -108,7 +108,7 @@ def test_fp8_beside_converted_attention(tmp_path, family, monkeypatch):
 
 
 @pytest.mark.parametrize("codes", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}])
-def test_bitsandbytes_beside_converted_attention(tmp_path, codes):
+def test_bitsandbytes_next_to_converted_attention(tmp_path, codes):
     pytest.importorskip("bitsandbytes")
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 128}
     heads = {

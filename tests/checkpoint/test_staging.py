@@ -236,7 +236,7 @@ class TestCheckOutput:
         with pytest.raises(SurgeryError, match="choose another --out"):
             check_output(tmp_path / "ckpt", out)
 
-    def test_partial_beside_it(self, tmp_path):
+    def test_partial_next_to_it(self, tmp_path):
         with pytest.raises(SurgeryError, match="choose another --out"):
             check_output(tmp_path / "x.partial", tmp_path / "x")
 
@@ -245,7 +245,7 @@ class TestCheckOutput:
         check_output(tmp_path / "ckpt", tmp_path / "other" / "ckpt")
 
 
-def test_outputs_lie_beside_what_they_are_made_of(tmp_path, monkeypatch):
+def test_outputs_lie_next_to_what_they_are_made_of(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.chdir(tmp_path / "real")

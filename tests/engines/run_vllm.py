@@ -5,7 +5,7 @@
 The request holds by name what is run, one after another: the checkpoint (``model``), settings of ``vllm.LLM``
 (``engine``), rounds of prompts as token ids (``rounds``; the prompts of a round are handed over at once) and
 ``new_tokens``. The answer holds by name and round the new tokens, their log-probabilities and the prompt's tokens that
-were found in the cache; besides, the tokens that the cache has room for, how often a request was preempted, and the
+were found in the cache; also, the tokens that the cache has room for, how often a request was preempted, and the
 calls of every method of the plugin's attention (``watched``), where a wait for a device is an error, and the
 ``cudagraph_mode`` that vLLM would choose on CUDA. Where vLLM gave up it holds the ``error`` instead.
 """

@@ -145,7 +145,7 @@ def test_every_kind_that_is_said_to_load_has_a_case(folders):
 
 
 def test_a_request_over_http(tmp_path):
-    """The demo model, converted, behind vLLM's OpenAI server, compiled as by default."""
+    """The demo model, converted, served by vLLM's OpenAI server, compiled as by default."""
     settings = ConvertSettings(carrier="own", calibration="none", kv_ratio=0.5)
     path = convert_checkpoint(demo(tmp_path), tmp_path / "mla", settings).path
     prompt = "def main():\n    return"

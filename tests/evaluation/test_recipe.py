@@ -216,9 +216,9 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
     assert [after[name]["host"] for name in ("healed", "report")] == [
         steps[name]["host"] for name in ("healed", "report")
     ]
-    beside = [file for file in (work / "low").rglob("*") if file.is_file() and file.suffix != ".safetensors"]
+    others = [file for file in (work / "low").rglob("*") if file.is_file() and file.suffix != ".safetensors"]
     more = after["bits"]["disk"] - steps["bits"]["disk"]  # a report and a card, which shapes do not forecast
-    assert 0 <= more <= sum(file.stat().st_size for file in beside)
+    assert 0 <= more <= sum(file.stat().st_size for file in others)
 
 
 def test_a_dry_run_refuses_what_a_step_would_refuse(finished, tmp_path):

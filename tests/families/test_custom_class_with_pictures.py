@@ -75,7 +75,7 @@ def conversion_of(picture_models, tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "to"), CASES)
 @torch.no_grad()
-def test_a_structure_beside_pictures(picture_models, conversion_of, tmp_path, name, to):
+def test_a_structure_next_to_pictures(picture_models, conversion_of, tmp_path, name, to):
     source, inputs = picture_models(name), prompt(name)
     forecast = plan_conversion(source, tmp_path / "forecast", TARGETS[to].settings(STRUCTURES[to]))
     report, out = conversion_of(name, to).report, conversion_of(name, to).path

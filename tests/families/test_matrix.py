@@ -190,7 +190,7 @@ ROWS = {"kv_ratio": 0.5, "bits": "auto"}
     [("gpt_oss_window", ConvertSettings(**TEXT, **ROWS)), ("llama4_window", QuantizedSettings(**TEXT, bits=8))],
 )
 @torch.no_grad()
-def test_windows_keep_their_cache_beside_rows(checkpoints, tmp_path, name, settings):
+def test_windows_keep_their_cache_next_to_rows(checkpoints, tmp_path, name, settings):
     result = convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     kv, limit = result.report.kv, {"gpt_oss_window": 15, "llama4_window": 79}[name]
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
@@ -215,7 +215,7 @@ def test_windows_keep_their_cache_beside_rows(checkpoints, tmp_path, name, setti
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3_5_state", "granite4_state"])
-def test_rows_of_windows_and_beside_states_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
+def test_rows_of_windows_and_next_to_states_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
     with pytest.raises(SurgeryError, match="needs full attention in every converted layer"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, **ROWS))

@@ -52,10 +52,10 @@ def test_published_names_are_read(checkpoints, tmp_path, name):
     folder = shutil.copytree(checkpoints(name), tmp_path / "model")
     (old, new), prefix, buffers = PUBLISHED[name]
     tensors = {key.replace(old, new): value for key, value in load_file(folder / "model.safetensors").items()}
-    beside = {prefix.format(layer) + buffer: torch.ones(1, 1, 8, 8) for layer in range(2) for buffer in buffers}
-    save_file(tensors | beside, folder / "model.safetensors", {"format": "pt"})
+    buffer_tensors = {prefix.format(layer) + buffer: torch.ones(1, 1, 8, 8) for layer in range(2) for buffer in buffers}
+    save_file(tensors | buffer_tensors, folder / "model.safetensors", {"format": "pt"})
     reader = open_model(folder)
-    assert set(reader.left_out) == beside.keys() and all(
+    assert set(reader.left_out) == buffer_tensors.keys() and all(
         key.startswith(("model.", "lm_head.")) for key in reader.names()
     )
     tokens = torch.arange(3, 40)[None]

@@ -124,7 +124,7 @@ def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 @torch.no_grad()
-def test_heads_that_say_the_same_merge_exactly_beside_pictures(picture_models, tmp_path, name):
+def test_heads_that_say_the_same_merge_exactly_next_to_pictures(picture_models, tmp_path, name):
     """The second KV head is the first, each pair turned and stretched, values mixed: positions of pictures included."""
     source = shutil.copytree(picture_models(name), tmp_path / "source")
     tensors = weights(source)

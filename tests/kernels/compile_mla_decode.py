@@ -115,7 +115,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 def in_blocks(page: int, *, sm: int, gains: int = 0, unpacked: bool = False) -> Launch:
     """Return the launch of `mla_decode` of 256 requests over vLLM's blocks, as its plugin sees them.
 
-    A token's latent, rotated key and gains lie side by side; unpacked tokens are behind the rows of 32 layers.
+    A token's latent, rotated key and gains lie side by side; unpacked tokens are after the rows of 32 layers.
     """
     batch, heads, rank, rope, dtype = 256, 32, 512, 128 if unpacked else 64, torch.bfloat16
     with torch.device("meta"):

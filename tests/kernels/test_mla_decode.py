@@ -64,7 +64,7 @@ def test_the_reference_is_plain_softmax():
 
 
 def test_the_reference_ends_rows_where_they_end():
-    """Rows of other lengths, padded before and behind, are the rows alone."""
+    """Rows of other lengths, padded before and after, are the rows alone."""
     query, latent, rope_key, _ = (t if t is None else t.double() for t in inputs(3, 2, 2, 9, 4, 2))
     lengths, starts = ints(9, 5, 2), ints(0, 3, 2)
     whole = ragged_latent_attention(query, latent, rope_key, 0.3, lengths, starts)

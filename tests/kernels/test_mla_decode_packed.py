@@ -173,7 +173,7 @@ def test_unpacking_is_an_operator_that_fills_its_memory(device):
 
 
 def test_what_nothing_sees_is_never_used(device):
-    """Rows behind a text and before it, first tokens that have not come; a text without tokens; the same bits."""
+    """Rows after a text and before it, first tokens that have not come; a text without tokens; the same bits."""
     arguments = inputs(SHORT, batch=4, gains=2, device=device)
     arguments |= {"lengths": ints(60, 33, 0, 2, device=device), "starts": ints(20, 0, 0, 0, device=device)}
     arguments |= {"exact_starts": ints(20, 0, 0, 0, device=device)}

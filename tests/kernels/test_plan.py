@@ -130,7 +130,7 @@ def test_a_plan_of_another_length_launches_the_same(step, launched):
 
 
 def test_a_text_that_grows_by_300_tokens_compiles_and_plans_rarely():
-    """Behind its first step: where the splits change, one kernel for parts and one that merges them."""
+    """After its first step: where the splits change, one kernel for parts and one that merges them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join((str(SUPPORT.parents[1]), str(SUPPORT)))}
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "growing_texts.py"), "300", "700", "900"]

@@ -78,8 +78,8 @@ def test_left_padding_equals_unpadded(model):
     logits = model(padded, attention_mask=mask, position_ids=position_ids).logits
     agree(logits[:, 4:], model(ids).logits)
     alone = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
-    beside = model.generate(padded, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None)
-    assert torch.equal(alone[:, 7:], beside[:, 11:])
+    batched = model.generate(padded, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert torch.equal(alone[:, 7:], batched[:, 11:])
 
 
 GENERATION = {

@@ -86,8 +86,8 @@ def test_left_padding_shifts_nothing_but_blocks(model, form):
     mask = (torch.arange(padded.shape[1]) >= shift).long().expand(2, -1)
     agree(model(padded, attention_mask=mask).logits[:, shift:], model(text()).logits)
     alone = model.generate(text(), max_new_tokens=6, do_sample=False, eos_token_id=None)
-    beside = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert torch.equal(alone[:, 23:], beside[:, 23 + shift :])
+    batched = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(alone[:, 23:], batched[:, 23 + shift :])
 
 
 @pytest.mark.parametrize("chunk", [None, 5])

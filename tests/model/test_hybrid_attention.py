@@ -71,7 +71,7 @@ def reference_logits(source: PreTrainedModel, entries, padding, ids) -> torch.Te
     return source(ids).logits
 
 
-def agree_behind_padding(actual, expected, padding, tolerance=1e-10):
+def agree_after_padding(actual, expected, padding, tolerance=1e-10):
     for row, first in enumerate(padding):
         agree(actual[row, first:], expected[row, first:], tolerance)
 
@@ -121,9 +121,9 @@ def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkey
         expected = reference_logits(source, entries, padding, ids)
         chunks = random_chunks(rng, length)
         for sizes in (chunks, [length]):
-            agree_behind_padding(through_cache(model, ids, padding, sizes), expected, padding, tolerance)
+            agree_after_padding(through_cache(model, ids, padding, sizes), expected, padding, tolerance)
         mask = (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
-        agree_behind_padding(model(ids, attention_mask=mask, use_cache=False).logits, expected, padding, tolerance)
+        agree_after_padding(model(ids, attention_mask=mask, use_cache=False).logits, expected, padding, tolerance)
 
 
 def streaming_latents(source):
@@ -146,7 +146,7 @@ def test_latents_stream_likewise(family, make):
     monolith = [entry or hybrid_entry(2, [0, 1]) for entry in entries]
     expected = reference_logits(source, monolith, padding, ids)
     for chunks in ([30], [10, 10, 1, 1, 8], [1] * 30):
-        agree_behind_padding(through_cache(model, ids, padding, chunks), expected, padding, 1e-4)
+        agree_after_padding(through_cache(model, ids, padding, chunks), expected, padding, 1e-4)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "int2", "fp8"])
@@ -158,7 +158,7 @@ def test_quantized_streaming_heads_do_not_depend_on_chunks(form):
     ids, padding = tokens(2, 30), [0, 5]
     expected = through_cache(model, ids, padding, [30])
     for chunks in ([10, 10, 1, 1, 8], [1] * 30):
-        agree_behind_padding(through_cache(model, ids, padding, chunks), expected, padding, 1e-9)
+        agree_after_padding(through_cache(model, ids, padding, chunks), expected, padding, 1e-9)
     assert (expected - through_cache(exact, ids, padding, [30])).abs().max() > 1e-4
     cache = model(ids).past_key_values
     assert [layer.reads_ahead for layer in cache.layers] == [True, False]

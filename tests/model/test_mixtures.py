@@ -20,7 +20,7 @@ WINDOW = low_rank_entry(12, window=3, sinks=1)
 MIXTURES = {
     "latents, heads and the source's": ([LATENT, HYBRID, None, LOW_RANK], None),
     "bits by layer": ([QUANTIZED, None, None, LATENT], [INT4 | {"group": 8, "clip": True}, INT4, None, INT8]),
-    "bits beside streams": ([HYBRID, QUANTIZED, None, HYBRID], [None, INT4 | {"group": 8}, INT8, INT8]),
+    "bits next to streams": ([HYBRID, QUANTIZED, None, HYBRID], [None, INT4 | {"group": 8}, INT8, INT8]),
     "a residual window next to others": ([None, WINDOW, LATENT, HYBRID], None),
 }
 each_mixture = pytest.mark.parametrize("mixture", MIXTURES.values(), ids=list(MIXTURES))

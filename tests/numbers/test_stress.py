@@ -1,7 +1,7 @@
 """Weights, inputs and texts at the edge of what numbers can hold: each target converges or refuses, and never has NaN.
 
 A conversion runs what it wrote and compares it with its simulation; here every number of its report and of its weights
-is looked at besides, and what was fitted is never worse on held-out text than the closed form it began from.
+is looked at too, and what was fitted is never worse on held-out text than the closed form it began from.
 """
 
 import json

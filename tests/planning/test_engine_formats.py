@@ -102,7 +102,7 @@ def test_what_needs_no_surgery_is_said_and_converts_to_nothing(source, tmp_path,
     assert message.value.path == out and selection["command"] in str(message.value)
 
 
-def test_formats_stand_beside_conversions(source, tmp_path):
+def test_formats_stand_next_to_conversions(source, tmp_path):
     settings = PlanSettings(kv_ratio=0.3, engine="llama.cpp", allow=("mla", "gqa", "engine"), **TEXT)
     plan = make_plan(source, settings, called="ckpt")
     assert {row.engine for row in plan.rows} == {None, "llama.cpp"}

@@ -28,7 +28,7 @@ from surgery.planning.measure import Carried, Increase, Scored, measure, student
 from surgery.planning.plan import make_plan, open_work
 from surgery.planning.plan_file import read_plan, write_plan
 from surgery.planning.rounds import Rounds
-from surgery.planning.rows import alike, choose, contenders, far_behind
+from surgery.planning.rows import alike, choose, clearly_worse, contenders
 from surgery.planning.settings import PlanSettings
 from surgery.planning.sizes import around_best, search_by_loss
 from surgery.running.source import Source
@@ -257,14 +257,16 @@ def test_of_what_texts_cannot_tell_apart_the_one_that_moved_least_is_chosen(plan
     assert choose([row_of(plan, [0.1], 0.0), row_of(plan, [0.09], 0.1)], 0.5, None) == 1
 
 
-def test_what_moves_much_and_costs_more_than_something_no_larger_is_far_behind(plan):
+def test_what_moves_much_and_costs_more_than_something_no_larger_is_clearly_worse(plan):
     least, limit = (row_of(plan, [0.001, 0.002], 0.001), row_of(plan, [0.01, 0.02], 0.005))
-    assert far_behind([least, limit]) == {1} and far_behind([least, replace(limit, divergence=0.004)]) == set()
+    assert clearly_worse([least, limit]) == {1} and clearly_worse([least, replace(limit, divergence=0.004)]) == set()
     larger = replace(least, kv_bytes=2 * limit.kv_bytes, kv_ratio=0.4)
-    assert far_behind([larger, limit]) == set() and far_behind([larger, limit], 0.4) == {1}  # both keep to the budget
-    assert far_behind([larger, limit], 0.3) == set()
-    assert far_behind([replace(least, cost=0.1), replace(limit, cost=0.09)]) == set()  # it costs more
-    assert far_behind([least, replace(limit, cost=limit.cost + 0.05, divergence=0.001)]) == {1}  # by its answers
+    assert clearly_worse([larger, limit]) == set() and clearly_worse([larger, limit], 0.4) == {
+        1
+    }  # both keep to the budget
+    assert clearly_worse([larger, limit], 0.3) == set()
+    assert clearly_worse([replace(least, cost=0.1), replace(limit, cost=0.09)]) == set()  # it costs more
+    assert clearly_worse([least, replace(limit, cost=limit.cost + 0.05, divergence=0.001)]) == {1}  # by its answers
 
 
 def test_more_text_is_for_what_it_may_decide(plan):
@@ -311,7 +313,7 @@ def test_text_is_spent_where_it_decides(plan):
         assert [texts for _, texts in request] == due
 
 
-def test_sizes_around_a_budget_are_of_what_is_not_far_behind_there(plan):
+def test_sizes_around_a_budget_are_of_what_is_not_clearly_worse_there(plan):
     def sized(target, message, share, **kwargs):
         settings = {**message, "kv_ratio": share}
         return SimpleNamespace(target=target, asked=settings, config=(target, share)) if share != 0.5 else None

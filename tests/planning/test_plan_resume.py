@@ -37,7 +37,7 @@ def test_killed_after_every_state(checkpoints, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "again"
     folder.mkdir()
     arguments = ["plan", source, "--out", folder / "plan.yaml", *ASKED]
-    # States of a model of two layers, each behind what the run before it had left; a run goes on with the last.
+    # States of a model of two layers, each after what the run before it had left; a run goes on with the last.
     forward, backward, statistics, a_round = 1, 2, 1, 2 + 1
     rounds = {1: 1, 2: 2, 4: 3}[max(len(row["by_text"]) for row in json.loads(whole)["rows"])]
     for states in range(1, forward + backward + statistics + rounds * a_round + 1):

@@ -210,7 +210,7 @@ def loaded(folder: Path) -> PreTrainedModel:
 
 
 def check_caches(model: PreTrainedModel, settings: dict[str, Any], *, tolerance: float = 1e-4) -> None:
-    """One pass, the same through a cache, and behind padding; and the picture is seen."""
+    """One pass, the same through a cache, and after padding; and the picture is seen."""
     whole = model(**settings).logits
     close = {"rtol": 0, "atol": tolerance * float(whole.abs().max())}
     per_token = [key for key in settings if key in PER_TOKEN]

@@ -58,7 +58,7 @@ def balance_latents_again(model) -> bool:
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "minicpm3"])
 @torch.no_grad()
-def test_latents_behind_a_norm_of_their_own_stay(checkpoints, name):
+def test_latents_after_a_norm_of_their_own_stay(checkpoints, name):
     """And pairs (i, i + ρ/2), whose two numbers are not next to each other."""
     model = AutoModelForCausalLM.from_pretrained(checkpoints(name), dtype=torch.float32)
     for layer in model.model.layers:

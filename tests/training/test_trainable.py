@@ -47,7 +47,7 @@ def test_gradients_reach_exactly_what_trains(student, teacher, train):
     assert with_gradients(student) == expected
 
 
-def test_patterns_train_besides(student, teacher):
+def test_patterns_train_in_addition(student, teacher):
     selection = choose(student, "new", teacher_shapes=shapes(teacher), patterns=["layers.1.mlp.*", "norm.weight"])
     others = {name for name in selection if "self_attn" not in name}
     assert {name for name in others if "mlp" in name} == {

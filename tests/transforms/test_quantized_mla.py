@@ -82,7 +82,7 @@ def test_wide_fields_hold_the_channels_of_most_energy(layer):
     wide = sorted(components.tolist(), reverse=True)[:4]
     frequencies = anatomy.inv_freq[basis.frequency]
     selection = sorted(float(frequencies[int((components == energy).nonzero()[0, 0])]) for energy in wide)
-    pairs = bits[10:].view(-1, 2)[:, 0]  # of the shared key, behind 6 + 4 values
+    pairs = bits[10:].view(-1, 2)[:, 0]  # of the shared key, after 6 + 4 values
     assert sorted(result.layer.inv_freq[pairs == 8].tolist()) == pytest.approx(selection)
 
 

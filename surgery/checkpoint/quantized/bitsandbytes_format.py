@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.dequantized_store import Matrix, ReadRows
-from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, beside, misfit, modules
+from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, misfit, modules, required_info
 from surgery.checkpoint.stores import Store
 from surgery.common.errors import SurgeryError
 
@@ -109,13 +109,13 @@ class ByRow:
 
 def _table_matrix(module: str, kind: str, store: Store, dtype: torch.dtype) -> ByTable:
     state, shape, block, nested_block = _state(module, kind, store)
-    codes, factors, table = (beside(module, part, store) for part in (WEIGHT, FACTORS, TABLE))
+    codes, factors, table = (required_info(module, part, store) for part in (WEIGHT, FACTORS, TABLE))
     numbers = shape[0] * shape[1]
     blocks = -(-numbers // block)
     fits = codes.dtype == torch.uint8 and codes.shape == (-(-numbers // 2), 1) and table.shape == (16,)
     fits = fits and factors.shape == (blocks,) and (factors.dtype == torch.uint8) == (nested_block is not None)
     if nested_block is not None:
-        nested, nested_table = (beside(module, part, store) for part in (NESTED_FACTORS, NESTED_TABLE))
+        nested, nested_table = (required_info(module, part, store) for part in (NESTED_FACTORS, NESTED_TABLE))
         fits = fits and nested.shape == (-(-blocks // nested_block),) and nested_table.shape == (256,)
     if not fits:
         raise misfit(module + WEIGHT, codes, factors)
@@ -124,7 +124,7 @@ def _table_matrix(module: str, kind: str, store: Store, dtype: torch.dtype) -> B
 
 def _state(module: str, kind: str, store: Store) -> tuple[dict[str, Any], tuple[int, int], int, int | None]:
     """Read the JSON state; return it with the matrix's shape, elements per block and scales per nested block."""
-    name, info = module + STATE + kind, beside(module, STATE + kind, store)
+    name, info = module + STATE + kind, required_info(module, STATE + kind, store)
     raw = torch.empty(min(info.nbytes, MAX_STATE_BYTES), dtype=torch.uint8)
     store.read(name, [(0, len(raw))], raw)
     try:
@@ -141,7 +141,7 @@ def _state(module: str, kind: str, store: Store) -> tuple[dict[str, Any], tuple[
 
 
 def _row_matrix(module: str, store: Store, dtype: torch.dtype) -> ByRow:
-    codes, largest = beside(module, WEIGHT, store), beside(module, LARGEST, store)
+    codes, largest = required_info(module, WEIGHT, store), required_info(module, LARGEST, store)
     if codes.dtype != torch.int8 or len(codes.shape) != 2 or largest.shape != codes.shape[:1] or not codes.nbytes:
         raise misfit(module + WEIGHT, codes, largest)
     others = (module + FORMAT,) if module + FORMAT in store.infos else ()

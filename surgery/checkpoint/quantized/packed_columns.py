@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.dequantized_store import Matrix, ReadRows
-from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, beside, misfit, modules
+from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, misfit, modules, required_info
 from surgery.checkpoint.stores import Store
 from surgery.checkpoint.tensors import describe
 from surgery.common.errors import SurgeryError
@@ -144,7 +144,7 @@ def unpacked(words: Tensor, numbers: Tensor, bits: int) -> Tensor:
 
 
 def _gptq_matrix(module: str, entry: dict[str, Any], store: Store, plus: int, dtype: torch.dtype) -> PackedColumns:
-    words, scales, zeros = (beside(module, part, store) for part in (WORDS, SCALES, ZEROS))
+    words, scales, zeros = (required_info(module, part, store) for part in (WORDS, SCALES, ZEROS))
     order = store.infos.get(module + GROUPS)
     rows, outputs = words.shape if len(words.shape) == 2 else (0, 0)
     # Modules may differ in bit width, which follows from the length of ``g_idx``.
@@ -170,7 +170,7 @@ def _gptq_matrix(module: str, entry: dict[str, Any], store: Store, plus: int, dt
 
 
 def _awq_matrix(module: str, store: Store, dtype: torch.dtype) -> PackedColumns:
-    words, scales, zeros = (beside(module, part, store) for part in (WORDS, SCALES, ZEROS))
+    words, scales, zeros = (required_info(module, part, store) for part in (WORDS, SCALES, ZEROS))
     inputs, packed = words.shape if len(words.shape) == 2 else (0, 0)
     groups = scales.shape[0] if scales.shape else 0
     fits = (

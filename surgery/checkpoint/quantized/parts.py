@@ -30,7 +30,7 @@ def modules(store: Store, part: str) -> list[str]:
     return [name.removesuffix(part) for name in store.infos if name.endswith("." + part)]
 
 
-def beside(module: str, part: str, store: Store) -> TensorInfo:
+def required_info(module: str, part: str, store: Store) -> TensorInfo:
     """Return the info of a required tensor of a module.
 
     Raises:
@@ -41,6 +41,6 @@ def beside(module: str, part: str, store: Store) -> TensorInfo:
     return store.infos[module + part]
 
 
-def misfit(name: str, codes: TensorInfo, beside: TensorInfo, called: str = "scales") -> SurgeryError:
+def misfit(name: str, codes: TensorInfo, companion: TensorInfo, called: str = "scales") -> SurgeryError:
     """Build the error for codes whose shape or dtype does not match their scales (or other companion tensor)."""
-    return SurgeryError(f"{name}: {describe(codes)} does not fit its {called}, {describe(beside)}")
+    return SurgeryError(f"{name}: {describe(codes)} does not fit its {called}, {describe(companion)}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.dequantized_store import Matrix, ReadRows
-from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, beside, misfit, modules
+from surgery.checkpoint.quantized.parts import WEIGHT, Quantization, misfit, modules, required_info
 from surgery.checkpoint.stores import Store
 from surgery.checkpoint.tensors import TensorInfo, describe
 from surgery.common.errors import SurgeryError
@@ -95,7 +95,7 @@ class Scaled:
 
 
 def _by_block(module: str, store: Store, block: tuple[int, int]) -> Scaled:
-    info, scale = beside(module, WEIGHT, store), beside(module, INVERSE, store)
+    info, scale = required_info(module, WEIGHT, store), required_info(module, INVERSE, store)
     scale_shape = tuple(-(-size // of) for size, of in zip(info.shape, block, strict=False))
     if info.dtype != torch.float8_e4m3fn or len(info.shape) != 2 or scale.shape != scale_shape:
         raise misfit(module + WEIGHT, info, scale)
@@ -103,7 +103,7 @@ def _by_block(module: str, store: Store, block: tuple[int, int]) -> Scaled:
 
 
 def _packed(module: str, store: Store, bits: int, dtype: torch.dtype) -> Scaled:
-    words, scale, shape = (beside(module, part, store) for part in (PACKED, SCALE, SHAPE))
+    words, scale, shape = (required_info(module, part, store) for part in (PACKED, SCALE, SHAPE))
     if shape.dtype not in (torch.int32, torch.int64) or shape.nbytes != 2 * shape.dtype.itemsize:
         raise SurgeryError(f"{module}{SHAPE}: {describe(shape)} is not the shape of a matrix")
     raw = torch.empty(shape.nbytes, dtype=torch.uint8)
@@ -117,7 +117,7 @@ def _packed(module: str, store: Store, bits: int, dtype: torch.dtype) -> Scaled:
 
 
 def _plain(module: str, store: Store, dtype: torch.dtype) -> Scaled:
-    info, scale = beside(module, WEIGHT, store), beside(module, SCALE, store)
+    info, scale = required_info(module, WEIGHT, store), required_info(module, SCALE, store)
     if info.dtype not in (torch.int8, torch.float8_e4m3fn) or len(info.shape) != 2:
         raise misfit(module + WEIGHT, info, scale)
     kind = "int8" if info.dtype == torch.int8 else "fp8"

@@ -198,8 +198,8 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def _basis(self, work: ConversionContext, start: int, stop: int, rank: int) -> SharedBasis:
         """Compute the basis of method xkv from calibration text."""
         moment = joint_moment(self.opened, work.store, start, stop, self.settings.batch_size)
-        beside = self.opened.first.head_dim if self._latent else 0
-        metrics = [loss_metric(work.library.load(index)[0], beside) for index in range(start, stop)]
+        rotary_width = self.opened.first.head_dim if self._latent else 0
+        metrics = [loss_metric(work.library.load(index)[0], rotary_width) for index in range(start, stop)]
         return shared_basis(moment, metrics, rank)
 
     @property
@@ -259,8 +259,8 @@ class SharedLatents(CrossLayer):
     def _group_entries(self, group: range) -> list[SharedLatentEntry]:
         """Return the entries of a group's layers, which share a rank; latents and frequencies may differ."""
         opened, settings = self.opened, self.settings
-        beside = sum(map(opened.positional, group))
-        rank = shared_rank(sum(map(opened.rank, group)), len(group), settings, beside)
+        rotary_elements = sum(map(opened.positional, group))
+        rank = shared_rank(sum(map(opened.rank, group)), len(group), settings, rotary_elements)
         latents = [entries_of(opened.config)[index] for index in group]
         return [
             SharedLatentEntry(
@@ -353,10 +353,10 @@ def plan_groups(
     entries = []
     first = opened.first
     latent = isinstance(first, LatentAnatomy)
-    beside = first.head_dim if latent else 0
+    rotary_width = first.head_dim if latent else 0
     for start, stop in groups:
         count = stop - start
-        rank = shared_rank((first.kv_width - beside) * count, count, settings, beside * count)
+        rank = shared_rank((first.kv_width - rotary_width) * count, count, settings, rotary_width * count)
         kind = SharedMLAEntry if latent else CrossLayerEntry
         entries.append(kind(group_size=count, rank=rank, **recent, place=0))
     return groups, tuple(entries)

@@ -66,12 +66,16 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
     rotations = [opened.family.rotation(opened.config, layer).inv_freq for layer in range(layers)]
     inv_freq = tuple(each[pairs] for each, pairs in zip(rotations, frequencies, strict=True))
     spec = mla_spec(opened, plan.all_ranks(layers), inv_freq)
-    config, beside = opened.reader.config, "a vision tower" if opened.reader.stored_names else None
+    config, vision = opened.reader.config, "a vision tower" if opened.reader.stored_names else None
     return choose_carrier(
         config,
         spec,
         obstacles(
-            config, spec, experts=opened.family.experts, mlp_bias=opened.mlp_bias, beside=opened.family.beside or beside
+            config,
+            spec,
+            experts=opened.family.experts,
+            mlp_bias=opened.mlp_bias,
+            extra_parts=opened.family.extra_parts or vision,
         ),
         choice=settings.carrier,
         latent_norm=settings.latent_norm,
