@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.api.model_arguments import Model, on_disk, placed
+from surgery.api.model_arguments import Model, on_disk, output_path
 from surgery.api.results import Evaluated, ScoredHeads
 from surgery.common.file_settings import read_mapping
 from surgery.common.progress import Progress
@@ -215,7 +215,7 @@ def score_heads(
     head_settings = HeadSettings.from_mapping({**read, "method": method, **settings}, "score_heads")
     with (
         on_disk(model, tokenizer) as source,
-        placed(out, f"{source.name}-heads-{method}{SUFFIX}") as (output, temporary),
+        output_path(out, f"{source.name}-heads-{method}{SUFFIX}") as (output, temporary),
     ):
         from surgery.heads.scoring import score_heads as score
 

@@ -77,7 +77,7 @@ def on_disk(model: Model, tokenizer: PreTrainedTokenizerBase | None, *, tokenize
 
 
 @contextmanager
-def placed(out: str | Path | None, name: str) -> Iterator[tuple[Path, TemporaryFolder | None]]:
+def output_path(out: str | Path | None, name: str) -> Iterator[tuple[Path, TemporaryFolder | None]]:
     """Yield the output path: the user's, or ``name`` in a temporary folder, which is removed if the block fails."""
     if out is not None:
         yield Path(out), None

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.api.model_arguments import Model, on_disk, placed
+from surgery.api.model_arguments import Model, on_disk, output_path
 from surgery.api.results import Checkpoint, Converted, Healed, ScoredHeads
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.checkpoint.location import find_local
@@ -166,7 +166,7 @@ def heal(
         student = opened.enter_context(on_disk(model, tokenizer))
         if teacher is not None:
             settings["teacher"] = opened.enter_context(on_disk(teacher, tokenizer)).path
-        output, temporary = opened.enter_context(placed(out, f"{student.name}-healed"))
+        output, temporary = opened.enter_context(output_path(out, f"{student.name}-healed"))
         settle_output(student.path, find_local(student.path), output, "healed", overwrite=overwrite)
         from surgery.healing.heal import HealRequest, heal_checkpoint
 
@@ -201,7 +201,7 @@ def _convert(
     """Convert a model and heal it for ``heal`` seconds, if not None; ``further`` are fields of the request."""
     with (
         on_disk(model, tokenizer, tokenized=settings.calibration != NO_CALIBRATION) as source,
-        placed(out, f"{source.name}-{target.name}") as (output, temporary),
+        output_path(out, f"{source.name}-{target.name}") as (output, temporary),
     ):
         target.check_paths(source.path, output, settings, overwrite=overwrite)
         from surgery.structures.converter import convert
