@@ -112,6 +112,7 @@ def prior_lags(anatomy: AttentionAnatomy, basis, statistics: LayerStatistics, co
     key_moment = statistics.keys(statistics.moment, anatomy).flatten(2).flatten(0, 1)
     rows = basis.key_rows(torch.arange(basis.components))
     energy = (rows @ key_moment * rows).sum(-1).view(2, -1).sum(0)  # E|k'_p|²
+    energy = energy.clamp_min(0)  # components that duplicated heads leave empty round to either side of zero
     query = basis.query.abs().square().sum(-1)[:, group] * _query_energy(basis, statistics)
     return LagStatistics(turned[:, None] * (energy[:, None] * query), energy[:, None] * query)
 

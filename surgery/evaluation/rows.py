@@ -129,6 +129,8 @@ def plan_variants(
                     notes.append(f"no window at a KV share of {ratio:.3g}: {tokens} of {context} tokens")
                     continue
                 variants[f"window {tokens}"] = {"kind": "sink-window", "sinks": SINKS, "recent": tokens - SINKS}
+        else:
+            raise SurgeryError(f"cheap baseline {name}: no cache is registered under this name", setting="variants")
     return [ModelRow(name, "variant", baseline, variant) for name, variant in variants.items()], notes
 
 

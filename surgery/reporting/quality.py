@@ -58,8 +58,8 @@ def useless_message(layers: dict[str, float]) -> str:
     """Format a warning on the layers of :func:`useless_layers`."""
     errors = ", ".join(f"{layer} ({error:.0%})" for layer, error in layers.items())
     return (
-        f"The error of the attention output exceeds 100% in layers {errors}. Keep these layers unchanged"
-        " (--keep-layers), or choose a larger cache."
+        f"The error of the attention output exceeds 100% in layers {errors}. Choose a larger cache,"
+        " or keep these layers unchanged (--keep-layers, where the target has it)."
     )
 
 

@@ -410,7 +410,7 @@ def _model_from_state(config, state: dict[str, Tensor], dtype: torch.dtype) -> n
     problems = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if problems:
         listing = "; ".join(f"{kind.replace('_', ' ')} {', '.join(names)}" for kind, names in problems.items())
-        why = "override Family.extra_parts for layers with more modules than Llama's"
+        why = "the layers have other modules than the registered Family describes"
         raise SurgeryError(f"a layer cannot be loaded into {type(causal).__name__}: {listing}; {why}")
     causal.model.norm = nn.Identity()
     return causal.eval().requires_grad_(False)

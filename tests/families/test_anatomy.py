@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,22 @@ from surgery.running.unfused import unfused
 from surgery.structures.mla.settings import ConvertSettings
 
 
+def _keep_inputs(received, index, module, arguments, keywords):
+    received[index] = arguments[0] if arguments else keywords["hidden_states"]
+
+
 @pytest.mark.parametrize("name", ALL)
 @torch.no_grad()
 def test_streamed_layers_and_anatomies_are_those_of_the_model(checkpoints, name):
-    """Logits, the loss, and the norm before the attention."""
+    """Logits, the loss, and the norm before the attention, which is that of the model's own attention inputs."""
     folder = checkpoints(name)
     tokens = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
-    want = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens, labels=tokens)
+    model, received = AutoModelForCausalLM.from_pretrained(folder).eval(), {}
+    for name, module in model.named_modules():
+        if name.endswith(("self_attn", ".attn", ".attention")) and (index := re.search(r"\.(\d+)\.", name)):
+            keep = partial(_keep_inputs, received, int(index[1]))
+            module.register_forward_pre_hook(keep, with_kwargs=True)
+    want = model(tokens, labels=tokens)
     opened = Source.open(folder, ConvertSettings())
     stream = opened.stream
     own = stream.embed(tokens)
@@ -39,6 +49,8 @@ def test_streamed_layers_and_anatomies_are_those_of_the_model(checkpoints, name)
         with stream.layer(index) as layer:
             norm, inputs = stream.input_norm(index), layer.attention_inputs(own)
             torch.testing.assert_close(own if norm is None else stream.normalize(own, *norm), inputs)
+            if index not in opened.stateful:
+                torch.testing.assert_close(received[index], inputs, atol=1e-4, rtol=1e-4)
             stream.run_layer(layer, own, 2)
             captured = None if index in opened.stateful else CapturedAttention(opened.anatomy(index))
             stream.run_layer(layer, anatomy, 2, captured)

@@ -2,4 +2,4 @@
 
 from surgery.families import Family
 
-ARCEE = Family(model_type="arcee")
+ARCEE = Family(model_type="arcee", extra_parts="feed-forward layers without gates")
