@@ -79,8 +79,7 @@ class FirstTokensManager(SingleTypeKVCacheManager):
         return tuple([block, *later] for block in first), length
 
 
-def register() -> None:
-    """Register the manager with vLLM in this process; safe to call more than once."""
-    # vLLM registers its built-in managers only while the registry is empty.
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(FirstTokensSpec, FirstTokensManager)
+# vLLM registers its built-in managers only while the registry is empty. The engine core may be a process that only
+# unpickles the specs, which imports this module, so importing it has to register the manager.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(FirstTokensSpec, FirstTokensManager)

@@ -60,7 +60,6 @@ class HeadGroup(Attention):
         options["num_kv_heads"] = self.heads_of_all[self.kind]
         if self.kind == "full":
             return FullAttentionSpec(block_size=full, **options)
-        sink_window.register()
         window = {"sinks": self.layer.sinks, "sliding_window": self.layer.recent}
         return sink_window.SinkWindowSpec(block_size=streaming, **window, **options)
 

@@ -74,7 +74,6 @@ class FirstTokens(PageCache):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
         """Return the spec of blocks of the same size as those of rows, one per request."""
-        first_tokens.register()
         rows = super().get_kv_cache_spec(vllm_config)
         sizes = {"num_kv_heads": 1, "head_size": rows.head_size, "head_size_v": 0}
         return first_tokens.FirstTokensSpec(block_size=rows.block_size, dtype=torch.uint8, **sizes)

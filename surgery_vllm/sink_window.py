@@ -81,8 +81,7 @@ class SinkWindowManager(SlidingWindowManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-def register() -> None:
-    """Register the manager with vLLM in this process; safe to call more than once."""
-    # vLLM registers its built-in managers only while the registry is empty.
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)
+# vLLM registers its built-in managers only while the registry is empty. The engine core may be a process that only
+# unpickles the specs, which imports this module, so importing it has to register the manager.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)
