@@ -21,6 +21,16 @@ def rows_of(made):
     return model, entries_of(model.config)
 
 
+def test_an_engine_quantizes_its_plain_cache_itself():
+    def answer(**options):
+        return QuantizedSettings.better_alternative({"engine": "llama.cpp", **options}.get)
+
+    assert answer() == answer(bits="auto") == answer(bits="4") and "-ctk q4_0 -ctv q4_0" in answer()
+    assert "-ctk q8_0" in answer(bits="8")
+    assert "surgery plan CKPT --kv-ratio 0.5 --engine llama.cpp --allow engine" in answer(kv_ratio="0.5")
+    assert QuantizedSettings.better_alternative({}.get) is None
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # biases; a key norm
 def test_bits_are_spent_on_the_components_of_single_heads(name, conversions):
     """Converting verifies logits and the bytes of the live cache."""

@@ -123,7 +123,7 @@ class Candidates:
 
     def _allowed(self) -> Iterator[tuple[Target, dict[str, Any], Candidate]]:
         for target, candidate in allowed_candidates(self._opened.reader.config, self._settings):
-            yield target, {**candidate.settings, **self._settings_for(target)}, candidate
+            yield target, {**candidate.settings, **self._settings_for(target, candidate)}, candidate
 
     def sized(
         self, target: Target, overrides: dict[str, Any], share: float | None, *, record: bool = True
@@ -187,10 +187,12 @@ class Candidates:
         engines = forecast.engines_of(self._opened.reader, config)
         return Sized(target, overrides, structure.settings, structure, config, num_bytes, engines)
 
-    def _settings_for(self, target: Target) -> dict[str, Any]:
-        """Return the plan's engine, heads and context, as far as this target has such settings."""
+    def _settings_for(self, target: Target, candidate: Candidate) -> dict[str, Any]:
+        """Return the plan's engine, heads and context, as far as this candidate has such settings."""
+        # An engine determines the shapes of a stock class; whether it loads the custom class is checked on the result.
+        stock = not candidate.settings.get("bits") and candidate.settings.get("carrier") != "own"
         heads = {"heads": self._settings.heads, "context": self._settings.tokens} if self._settings.heads else {}
-        values = {"engine": self._settings.engine, **heads}
+        values = {"engine": self._settings.engine if stock else None, **heads}
         return {name: value for name, value in values.items() if value and hasattr(target.settings_class, name)}
 
 

@@ -386,6 +386,14 @@ def test_an_engine_gets_what_it_loads_only(checkpoints):
     assert "llama.cpp" in result.refused["--to lowrank"]
 
 
+def test_what_our_plugin_runs_is_weighed_for_vllm(checkpoints):
+    result = make_plan(
+        checkpoints("llama"), PlanSettings(kv_ratio=0.5, engine="vllm", allow=("mla", "bits"), **TEXT, **CONTEXT)
+    )
+    assert any(row.asked.get("bits") == "auto" for row in result.rows)
+    assert all("engine" not in row.asked for row in result.rows if row.asked.get("bits"))
+
+
 def test_stock_mla_is_weighed_where_that_class_can_hold_it(checkpoints, plan):
     """It has no norm of queries and keys."""
     settings = {"allow": ("mla",), **TEXT, **CONTEXT}

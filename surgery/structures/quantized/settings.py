@@ -45,7 +45,11 @@ class QuantizedSettings(RowSettings):
         """Return the flags with which an engine quantizes its plain cache itself; None if no engine is given."""
         if (engine := option("engine")) is None:
             return None
-        bits = option("bits") or "4"
+        if (ratio := option("kv_ratio")) is not None:
+            weighed = f"surgery plan CKPT --kv-ratio {ratio} --engine {engine} --allow engine weighs its formats"
+            return f"no conversion needed: {engine} quantizes its cache itself; {weighed}"
+        bits = option("bits")
+        bits = "4" if bits in (None, "auto") else bits
         flags = cache_dtype_flags(engine, int(bits) if bits.isdigit() else bits)
         return f"no conversion needed: {engine} quantizes its cache itself with {flags}"
 
