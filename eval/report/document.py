@@ -91,9 +91,9 @@ def compared_context(report: Report) -> int | None:
 
 def compared_share(row: ReportRow, report: Report) -> float | None:
     """Return a row's KV bytes relative to the baseline's at `compared_context`; the live ones without a prediction."""
-    if (context := compared_context(report)) is not None and (predicted := share_at(row, report, context)) is not None:
-        return predicted
-    return dig(row, "kv", "ratio")
+    context = compared_context(report)
+    predicted = None if context is None else share_at(row, report, context)
+    return dig(row, "kv", "ratio") if predicted is None else predicted
 
 
 def share_at(row: ReportRow, report: Report, context: int) -> float | None:

@@ -89,7 +89,7 @@ def recall(report: Report) -> Table | None:
         Column("keys returned", "Share of planted keys returned with all digits right", share),
         Column("change in points", "Difference to the baseline in percentage points, 95% interval", signed_points),
         number("prompts", 0),
-        number("tokens a prompt", 0),
+        number("tokens per prompt", 0),
     ]
     return of_rows(report, columns, lines, "Recall of planted keys")
 

@@ -87,12 +87,11 @@ def _sentence(row: ReportRow, report: Report) -> str:
 
 
 def _bytes(row: ReportRow, report: Report) -> str:
-    context, num_bytes = compared_context(report), dig(row, "kv", "bytes_per_token")
-    if context is not None:
-        return f"{share(compared_share(row, report))} of the KV bytes at {context:,} tokens"
-    return f"{share(row['kv']['ratio'])} of the KV bytes" + (
-        "" if num_bytes is None else f" ({num_bytes:,.0f} a token)"
-    )
+    text = f"{share(compared_share(row, report))} of the KV bytes"
+    if (context := compared_context(report)) is not None:
+        return f"{text} at {context:,} tokens"
+    num_bytes = dig(row, "kv", "bytes_per_token")
+    return text if num_bytes is None else f"{text} ({num_bytes:,.0f} per token)"
 
 
 def _short_clause(row: ReportRow, report: Report) -> str:

@@ -36,8 +36,8 @@ def test_streamed_layers_and_anatomies_are_those_of_the_model(checkpoints, name)
     folder = checkpoints(name)
     tokens = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
     model, received = AutoModelForCausalLM.from_pretrained(folder).eval(), {}
-    for name, module in model.named_modules():
-        if name.endswith(("self_attn", ".attn", ".attention")) and (index := re.search(r"\.(\d+)\.", name)):
+    for path, module in model.named_modules():
+        if path.endswith(("self_attn", ".attn", ".attention")) and (index := re.search(r"\.(\d+)\.", path)):
             keep = partial(_keep_inputs, received, int(index[1]))
             module.register_forward_pre_hook(keep, with_kwargs=True)
     want = model(tokens, labels=tokens)
