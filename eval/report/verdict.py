@@ -91,7 +91,7 @@ def _bytes(row: ReportRow, report: Report) -> str:
     if (context := compared_context(report)) is not None:
         return f"{text} at {context:,} tokens"
     num_bytes = dig(row, "kv", "bytes_per_token")
-    return text if num_bytes is None else f"{text} ({num_bytes:,.0f} per token)"
+    return text if num_bytes is None else f"{text} ({num_bytes:,.0f} a token)"
 
 
 def _short_clause(row: ReportRow, report: Report) -> str:
