@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.bootstrap import paired_difference
+from surgery.eval.intervals import paired_difference
 
 SCHEMA = 1
 # Settings that determine results, in addition to those of each task; reports in which they differ cannot be merged.
@@ -38,7 +38,7 @@ SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
 }
 
 
-def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dict[str, Any]:
+def compare_with_baseline(row: ReportRow, baseline: ReportRow) -> dict[str, Any]:
     """Compute paired differences of a row from the baseline for every task with samples of both."""
     differences = {}
     for name, samples in SAMPLES.items():
@@ -46,11 +46,11 @@ def compare_with_baseline(row: ReportRow, baseline: ReportRow, seed: int) -> dic
             pair = samples(row["results"]), samples(baseline["results"])
         except (KeyError, TypeError):  # not measured in both rows
             continue
-        differences[name] = asdict(paired_difference(*pair, seed=seed))
+        differences[name] = asdict(paired_difference(*pair))
     for name, result in row["results"].items():
         other = baseline["results"].get(name)
         if isinstance(result, dict) and "headline" in result and "samples" in result and other:
-            differences[name] = asdict(paired_difference(result["samples"], other["samples"], seed=seed))
+            differences[name] = asdict(paired_difference(result["samples"], other["samples"]))
     return differences
 
 
@@ -72,7 +72,7 @@ def finish(report: Report) -> Report:
         peaks = row["kv"].get("peak_bytes"), baseline["kv"].get("peak_bytes") if baseline else None
         row["kv"]["peak_ratio"] = peaks[0] / peaks[1] if all(peaks) else None
         compares = baseline is not None and row is not baseline
-        row["comparison"] = compare_with_baseline(row, baseline, report["settings"]["seed"]) if compares else None
+        row["comparison"] = compare_with_baseline(row, baseline) if compares else None
     return report
 
 

@@ -106,7 +106,7 @@ def _plot(report: Report, points: list[Point], title: str, better: str, context:
         line = {"color": MUTED, "linewidth": 1, "linestyle": (0, (1, 2)), "drawstyle": "steps-post", "zorder": 1}
         ax.plot([p.x for p in rivals], [p.y for p in rivals], **line, label="no cheap baseline is better at both")
     for point in points:
-        # Drawn as an interval, not as an error around y: a bootstrap interval need not contain the estimate.
+        # Drawn as an interval, not as an error around y: the interval of a share need not contain the estimate.
         bar = {"color": point.look.color, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in labeled else REST}
         ax.plot([point.x] * 2, [point.low, point.high], **bar)
         ax.plot(

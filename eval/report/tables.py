@@ -137,8 +137,8 @@ def _notes(report: Report, measures: Sequence[Measure]) -> list[str]:
         notes.append("There is no baseline to compare with.")
     elif any(column.compared for column in measures):
         notes.append(
-            f"Differences are to {report['baseline']}, with 95% intervals of a paired bootstrap over samples where "
-            "there is more than one; those of shares in percentage points."
+            f"Differences are to {report['baseline']}, with paired 95% intervals over samples where there is more "
+            "than one; those of shares in percentage points."
         )
     return notes
 

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
 
 from surgery.calibration.held_out import HeldOut
 from surgery.checkpoint.tensors import as_bytes
+from surgery.eval.intervals import student_t
 from surgery.planning.engine_formats import Weighed
 from surgery.structures.context import ConversionContext
 
@@ -36,31 +37,12 @@ class Increase:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Increase:
-        """Estimate the increase from differences by text, with Student's t (bootstrap intervals of so few texts are too
-        narrow) and `OTHER_TEXT`."""
+        """Estimate the increase from differences by text, with Student's t and `OTHER_TEXT`."""
         mean, count = fmean(differences), len(differences)
         if count == 1:
             return cls(mean, None, None)
-        half = math.hypot(student_t(count - 1) * stdev(differences) / math.sqrt(count), OTHER_TEXT * mean)
+        half = math.hypot(student_t(count - 1, LEVEL) * stdev(differences) / math.sqrt(count), OTHER_TEXT * mean)
         return cls(mean, mean - half, mean + half)
-
-
-def student_t(freedom: int) -> float:
-    """Compute the half-width of Student's confidence interval in standard errors.
-
-    The relative error is 0.2% at three degrees of freedom.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
-    """
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**power for power, term in enumerate(terms))
 
 
 @dataclass(frozen=True)

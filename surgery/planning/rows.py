@@ -10,8 +10,9 @@ from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.human import cost
+from surgery.eval.intervals import student_t
 from surgery.planning.engine_formats import Weighed
-from surgery.planning.measure import Scored, student_t
+from surgery.planning.measure import LEVEL, Scored
 
 ANSWER_WEIGHT = 0.05
 """Weight of the loss increase on recall answers relative to that on text, whose mean loss hides failures of recall."""
@@ -160,7 +161,7 @@ def _is_significantly_worse(row: Row, other: Row) -> bool:
         return row.cost > other.cost
     answers = row.cost - row.loss_increase - (other.cost - other.loss_increase)
     spread = stdev(differences) / math.sqrt(len(differences))
-    return fmean(differences) + answers > student_t(len(differences) - 1) * spread
+    return fmean(differences) + answers > student_t(len(differences) - 1, LEVEL) * spread
 
 
 def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None) -> list[int]:
