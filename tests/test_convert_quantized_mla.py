@@ -9,8 +9,12 @@ from surgery.architectures.lr_multipliers import STEPS_OF_INPUT, lr_multipliers
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
+from surgery.families.attention import CapturedAttention
 from surgery.model.parts import entries_of
+from surgery.running.source import Source
+from surgery.structures import single_layers
 from surgery.structures.mla.settings import ConvertSettings
+from surgery.structures.passing import source_anatomy
 from surgery.structures.settings import FIRST_TOKENS
 from surgery.training.lr_multipliers import factors_of
 
@@ -83,3 +87,27 @@ def test_sources_and_ratios_that_cannot_be(name, ratio, setting, conversions):
     with pytest.raises(SurgeryError) as error:
         conversions(name, ConvertSettings(**{**AUTO, "kv_ratio": ratio}))
     assert error.value.setting == setting
+
+
+def test_the_loss_of_a_layer_is_the_divergence_of_whole_logits(checkpoints, monkeypatch):
+    """Slices of the vocabulary and of the tokens add up; an unchanged layer loses nothing but rounding."""
+    monkeypatch.setattr("surgery.running.layer_stream.VOCABULARY_SLICE", 100)
+    monkeypatch.setattr(single_layers, "TOKENS_AT_ONCE", 7)
+    opened = Source.open(checkpoints("llama"), ConvertSettings(batch_size=2))
+
+    class Louder(CapturedAttention):
+        def forward(self, *args, **kwargs):
+            output, *rest = super().forward(*args, **kwargs)
+            return (3 * output, *rest)
+
+    def attention_of(index, layer):
+        return (Louder if index else CapturedAttention)(source_anatomy(opened, index))
+
+    tokens = torch.arange(40).view(2, 20) + 5
+    measured = single_layers.single_layer_divergences(opened.stream, tokens, [0, 1], attention_of, 2, lambda: None)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
+    source = model(tokens).logits.detach().double().log_softmax(-1)
+    model.model.layers[1].self_attn.o_proj.weight.data *= 3
+    loud = model(tokens).logits.detach().double().log_softmax(-1)
+    assert measured[0] == pytest.approx(0, abs=1e-6)
+    assert measured[1] == pytest.approx(float((source.exp() * (source - loud)).sum(-1).mean()), rel=1e-4)

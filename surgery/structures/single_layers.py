@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from surgery.running.layer_stream import LayerStream, StreamedLayer
+from surgery.running.overflow import check_hidden
 
 TOKENS_AT_ONCE = 256
-"""Number of tokens whose logits are in memory at once."""
+"""Number of tokens whose logits of a slice of the vocabulary are in memory at once."""
 
 
 @torch.no_grad()
@@ -42,11 +43,35 @@ def single_layer_divergences(
                 states[index] = stream.run_layer(layer, source.clone(), batch_size, attention_of(index, layer))
             stream.run_layer(layer, source, batch_size)
         advance()
-    divergences, count = dict.fromkeys(states, 0.0), tokens.numel()
-    rows = source.flatten(0, 1).split(TOKENS_AT_ONCE)
-    for piece, reference in enumerate(rows):
-        log_probs = stream.logits(reference).float().log_softmax(-1)
-        for index, hidden in states.items():
-            converted = stream.logits(hidden.flatten(0, 1).split(TOKENS_AT_ONCE)[piece]).float().log_softmax(-1)
-            divergences[index] += float((log_probs.exp() * (log_probs - converted)).sum(dtype=torch.float64)) / count
-    return divergences
+
+    def normalized(hidden: Tensor) -> Tensor:
+        return stream.final_norm(hidden.to(stream.device, stream.dtype)).flatten(0, 1)
+
+    indices = list(states)
+    divergences = _divergences(stream, normalized(source), [normalized(states.pop(index)) for index in indices])
+    return dict(zip(indices, divergences, strict=True))
+
+
+def _divergences(stream: LayerStream, source: Tensor, others: list[Tensor]) -> list[float]:
+    """Compute the mean KL divergence of normalized final states from the source's, all [T, D].
+
+    One pass over the vocabulary in slices, with the source's softmax accumulated online, as in FlashAttention
+    (arXiv:2205.14135).
+    """
+    shape = 1 + len(others), len(source)
+    logarithms = torch.full(shape, -torch.inf, dtype=torch.float64, device=stream.device)
+    normalizer, normalizers = logarithms[0], logarithms[1:]
+    differences = torch.zeros(len(others), len(source), dtype=torch.float64, device=stream.device)
+    for _, weight in stream.output_slices():
+        for rows in torch.arange(len(source), device=stream.device).split(TOKENS_AT_ONCE):
+            logits, before = stream.slice_logits(source[rows], weight).float(), normalizer[rows]
+            normalizer[rows] = before.logaddexp(logits.logsumexp(-1).double())
+            probabilities = (logits - normalizer[rows, None]).exp().float()
+            differences[:, rows] *= (before - normalizer[rows]).exp()
+            for index, other in enumerate(others):
+                converted = stream.slice_logits(other[rows], weight).float()
+                normalizers[index, rows] = normalizers[index, rows].logaddexp(converted.logsumexp(-1).double())
+                differences[index, rows] += (probabilities * (logits - converted)).sum(-1)
+    divergences = (differences - normalizer + normalizers).mean(-1)
+    check_hidden(divergences, stream.reader, "logits")
+    return divergences.tolist()
