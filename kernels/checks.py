@@ -6,21 +6,6 @@ import torch
 from torch import Tensor
 
 
-def check_heads(name: str, query_heads: int, kv_heads: int) -> None:
-    """Check that the number of query heads is a multiple of the number of KV heads."""
-    if not kv_heads or query_heads % kv_heads:
-        raise ValueError(f"{name}: {query_heads} query heads must be a multiple of {kv_heads} KV heads")
-
-
-def check_keys(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Check the shapes of queries [·, ·, ·, d], keys [·, G, S, d] and values [·, G, S, v] against each other."""
-    shapes = f"queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)}"
-    if not query.dim() == key.dim() == value.dim() == 4:
-        raise ValueError(f"{name}: {shapes}: must have 4 dimensions each")
-    if key.shape[:3] != value.shape[:3] or key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"{name}: {shapes}: must agree in d, and keys and values in rows, heads and tokens")
-
-
 def check_dtypes(name: str, **tensors: Tensor) -> None:
     """Check that all tensors have the same dtype."""
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
@@ -46,9 +31,3 @@ def check_positive(name: str, **numbers: int | None) -> None:
     for what, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{name}: {what} must be at least 1, not {number}")
-
-
-def too_wide(query: Tensor, value: Tensor) -> str | None:
-    """Return the reason if heads are wider than the tile of a kernel that holds whole heads, or None if they fit."""
-    widest = max(query.shape[-1], value.shape[-1])
-    return f"head size {widest} exceeds 256" if widest > 256 else None

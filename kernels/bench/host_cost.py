@@ -22,7 +22,7 @@ from surgery.kernels import backend, split_kv
 from surgery.kernels.bench.registry import cases
 from surgery.kernels.plan import forget_plans
 
-OPERATIONS = ("mla_decode", "mla_decode_packed", "lowrank_decode", "hybrid_decode")
+OPERATIONS = ("mla_decode", "mla_decode_packed", "lowrank_decode")
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 or H200."""
 

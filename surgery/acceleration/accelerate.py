@@ -14,7 +14,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from surgery.acceleration import stock_mla
 from surgery.acceleration.comparison import TOLERANCE, step_error
 from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_layer
-from surgery.acceleration.hybrid import hybrid_kernel
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
@@ -112,7 +111,6 @@ KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
     (QuantizedLatentAttention, quantized_latent_kernel, "mla_decode_packed"),
     (LatentAttention, latent_kernel, "mla_decode"),
     (LowRankAttention, low_rank_kernel, "lowrank_decode"),
-    (HybridAttention, hybrid_kernel, "hybrid_decode"),
 )
 """Attention classes, functions that run their kernel, and its operation. The first matching class wins."""
 
@@ -130,6 +128,7 @@ WITHOUT = (
     CrossLayerLatentAttention,
     CrossLayerFamilyLatents,
     QuantizedLowRankAttention,
+    HybridAttention,
 )
 
 

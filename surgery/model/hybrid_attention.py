@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from .attention_functions import (
-    Accelerated,
-    attend,
-    scaled_by_position,
-    visible_mask,
-)
+from .attention_functions import attend, scaled_by_position, visible_mask
 from .cache_argument import takes_cache
 from .cache_layer import CompactLayer
 from .grouped_attention import GroupedAttention
@@ -28,7 +23,7 @@ from .plain_cache import PlainLayer
 from .rotary import project_heads, rotation_of
 
 
-class HybridAttention(Accelerated, GroupedAttention):
+class HybridAttention(GroupedAttention):
     r"""The family's attention with full, streaming, and compensated streaming KV heads, in this order.
 
     Tensors are the family's, of `kv_heads` KV heads; H / G adjacent query heads share a KV head. Full heads use the
@@ -67,15 +62,10 @@ class HybridAttention(Accelerated, GroupedAttention):
 
         `left_padding` is used without a cache; a cache has its own.
         """
-        batch, num_tokens, _ = hidden_states.shape
         query, key, value = project_heads(self, hidden_states, position_embeddings)
         query = scaled_by_position(self, query, kwargs.get("position_ids"))
         new = HybridLayer(PlainLayer(), StreamingLayer(self.sinks, self.recent, self.compensated_heads))
-        layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
-        if self.kernel is not None:
-            attn_output = self.kernel(self, query, key, value, layer)
-            if attn_output is not None:
-                return self.o_proj(attn_output.reshape(batch, num_tokens, -1)), None
+        layer = layer_of(cache, self.layer_idx, new, len(hidden_states), left_padding)
         full = self.full_heads
         out, weights = [], None
         if full:
@@ -86,7 +76,7 @@ class HybridAttention(Accelerated, GroupedAttention):
         if full < self.num_kv_heads:
             weights = None
             out.append(self._streamed(query, key[:, full:], value[:, full:], layer.streaming, **kwargs))
-        return self.o_proj(torch.cat(out, dim=2).reshape(batch, num_tokens, -1)), weights
+        return self.o_proj(torch.cat(out, dim=2).flatten(2)), weights
 
     def _queries(self, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
         """Select the queries of KV heads `first` to `stop` - 1 from [B, H, T, d]."""

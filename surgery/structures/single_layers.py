@@ -12,6 +12,8 @@ from surgery.running.overflow import check_hidden
 
 TOKENS_AT_ONCE = 256
 """Number of tokens whose logits of a slice of the vocabulary are in memory at once."""
+LARGEST_CHANGE = 80.0
+"""Largest change of a logit whose exponential is finite in fp32, rounded down; larger ones count as this."""
 
 
 @torch.no_grad()
@@ -55,23 +57,24 @@ def single_layer_divergences(
 def _divergences(stream: LayerStream, source: Tensor, others: list[Tensor]) -> list[float]:
     """Compute the mean KL divergence of normalized final states from the source's, all [T, D].
 
-    One pass over the vocabulary in slices, with the source's softmax accumulated online, as in FlashAttention
-    (arXiv:2205.14135).
+    With the change e of the logits it is log E[exp e] - E[e] under the source's softmax, so that small divergences are
+    not differences of large numbers. One pass over the vocabulary in slices, with the softmax accumulated online, as in
+    FlashAttention (arXiv:2205.14135).
     """
-    shape = 1 + len(others), len(source)
-    logarithms = torch.full(shape, -torch.inf, dtype=torch.float64, device=stream.device)
-    normalizer, normalizers = logarithms[0], logarithms[1:]
-    differences = torch.zeros(len(others), len(source), dtype=torch.float64, device=stream.device)
+    normalizer = torch.full((len(source),), -torch.inf, dtype=torch.float64, device=stream.device)
+    # E[e] and E[exp e - 1] of every model and token.
+    means, growths = torch.zeros(2, len(others), len(source), dtype=torch.float64, device=stream.device)
     for _, weight in stream.output_slices():
         for rows in torch.arange(len(source), device=stream.device).split(TOKENS_AT_ONCE):
             logits, before = stream.slice_logits(source[rows], weight).float(), normalizer[rows]
             normalizer[rows] = before.logaddexp(logits.logsumexp(-1).double())
             probabilities = (logits - normalizer[rows, None]).exp().float()
-            differences[:, rows] *= (before - normalizer[rows]).exp()
+            for sums in (means, growths):
+                sums[:, rows] *= (before - normalizer[rows]).exp()
             for index, other in enumerate(others):
-                converted = stream.slice_logits(other[rows], weight).float()
-                normalizers[index, rows] = normalizers[index, rows].logaddexp(converted.logsumexp(-1).double())
-                differences[index, rows] += (probabilities * (logits - converted)).sum(-1)
-    divergences = (differences - normalizer + normalizers).mean(-1)
+                change = stream.slice_logits(other[rows], weight).float() - logits
+                means[index, rows] += (probabilities * change).sum(-1)
+                growths[index, rows] += (probabilities * change.clamp(max=LARGEST_CHANGE).expm1()).sum(-1)
+    divergences = (growths.log1p() - means).mean(-1).clamp(min=0)
     check_hidden(divergences, stream.reader, "logits")
     return divergences.tolist()

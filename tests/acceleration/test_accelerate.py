@@ -39,7 +39,6 @@ OPERATIONS = {
     "low_rank": "lowrank_decode",
     "blocks": "lowrank_decode",
     "window": "lowrank_decode",
-    "hybrid": "hybrid_decode",
 }
 
 DEEPSEEK = {
@@ -119,10 +118,7 @@ def check(model, calls, *, caches=("dynamic", "static"), compare=False):
     return result
 
 
-KEPT = ("latent", "hybrid")
-
-
-@pytest.mark.parametrize("kind", [kind if kind in KEPT else pytest.param(kind, marks=SLOW) for kind in OPERATIONS])
+@pytest.mark.parametrize("kind", [kind if kind == "latent" else pytest.param(kind, marks=SLOW) for kind in OPERATIONS])
 def test_every_kind(kind, calls):
     model = KINDS[kind](tiny_source("llama"))
     result = check(model, calls, caches=("dynamic", "static") if kind == "latent" else ("dynamic",), compare=True)

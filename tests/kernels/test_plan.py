@@ -17,7 +17,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.kernels import plan, tuned
-from surgery.kernels.hybrid_decode.operator import hybrid_decode
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
@@ -44,12 +43,6 @@ def lowrank(tokens):
     exact["exact_slots"] = torch.zeros(2, count, dtype=torch.int32)
     rotation = rotation_tables(10.0 ** -torch.arange(4.0), tokens)
     return lowrank_decode(normal(2, 1, 4, 8), normal(2, tokens, 12), normal(2, 8, 12), 0.3, rotation=rotation, **exact)
-
-
-def hybrid(tokens):
-    full, streaming = normal(2, 1, tokens, 8), normal(2, 1, min(tokens, 40), 8)
-    settings = {"sink_slots": min(3, tokens - 1, tokens % 4), "sinks": 3, "recent": 37}
-    return hybrid_decode(normal(2, 1, 4, 8), full, full, streaming, streaming, 0.3, **settings)
 
 
 def packed(tokens):
@@ -86,7 +79,6 @@ STEPS = {
     "mla in rows": packed,
     "rows to pages": to_pages,
     "low rank": lowrank,
-    "hybrid": hybrid,
 }
 
 

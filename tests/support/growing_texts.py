@@ -10,7 +10,6 @@ import torch
 import triton.compiler
 
 from surgery.kernels.bench.host_cost import without_gpu
-from surgery.kernels.hybrid_decode.operator import _hybrid_decode, hybrid_decode
 from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.packed_operator import _mla_decode_packed, mla_decode_packed
@@ -60,12 +59,6 @@ def lowrank(tokens):
     )
 
 
-def hybrid(tokens):
-    full, streaming = zeros(1, 1, tokens, 32), zeros(1, 1, min(tokens, 800), 32)
-    settings = {"sink_slots": min(8, tokens % 9), "sinks": 8, "recent": 792}
-    return hybrid_decode(zeros(1, 1, 4, 32), full, full, streaming, streaming, 0.1, **settings)
-
-
 STEPS = {
     "mla_decode": (_mla_decode, lambda n: mla_decode(zeros(1, 1, 4, 96), zeros(1, n, 64), zeros(1, n, 32), 0.1)),
     "mla_decode with gains": (
@@ -78,7 +71,6 @@ STEPS = {
     ),
     "mla_decode_packed": (_mla_decode_packed, packed),
     "lowrank_decode": (_lowrank_decode, lowrank),
-    "hybrid_decode": (_hybrid_decode, hybrid),
 }
 
 

@@ -17,7 +17,6 @@ BY_HAND = {
     "mla_decode": (1024 * 576 * 2, 2 * 1024 * 32 * (2 * 512 + 64)),
     "sdpa": (1024 * 8 * 256 * 2, 4 * 1024 * 32 * 128),
     "lowrank_decode": (1024 * 512 * 2, 2 * 1024 * (8 * 64 * 128 + 32 * (128 + 64))),
-    "hybrid_decode": ((4 * 1024 + 4 * 320) * 256 * 2, 4 * 4 * (4 * 1024 + 4 * 320) * 128),
     "mla_decode_packed": (1024 * 320 + 4 * 640 * 2, 2 * 1024 * 32 * (2 * 512 + 128)),
 }
 
@@ -108,7 +107,7 @@ def test_operations_take_turns_and_the_largest_come_first():
 
 
 def test_unknown_names_and_sizes():
-    with pytest.raises(ValueError, match="unknown operation 'mla'; choose from hybrid_decode, "):
+    with pytest.raises(ValueError, match="unknown operation 'mla'; choose from lowrank_decode, "):
         cases(["mla"], ["tiny"], [8], [1], [torch.float32])
     with pytest.raises(ValueError, match="unknown shape 'gpt'"):
         cases(["mla_decode"], ["gpt"], [8], [1], [torch.float32])
