@@ -60,7 +60,8 @@ class Task(Protocol):
     def settings(self) -> dict[str, Any]:
         """Return everything but the model that determines the result: sizes, seeds, data hashes. Plain values.
 
-        Results are comparable only if their settings are equal.
+        Results are comparable only if their settings are equal. For a plug-in's task the hash of the held-out text is
+        added, and its package's version identifies stored results.
         """
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any) -> dict[str, Any]:

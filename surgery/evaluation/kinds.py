@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from surgery.common.errors import SurgeryError
+from surgery.common.machine_faults import fault_message
 from surgery.common.plugins import Registry, load
 
 if TYPE_CHECKING:
@@ -25,3 +30,26 @@ def builder(name: str) -> Build:
     """Return the builder of a task."""
     build_path = TASKS[name]
     return load(build_path) if isinstance(build_path, str) else build_path
+
+
+@contextmanager
+def plugin_errors(task: str, package: str | None) -> Iterator[None]:
+    """Convert a crash of a plug-in's task to one line.
+
+    Args:
+        package: name and version of the package that declares the task; None if a program registered it.
+
+    Raises:
+        SurgeryError: the plug-in raised an exception, which is the cause, unless the machine is at fault.
+    """
+    try:
+        yield
+    except SurgeryError:
+        raise
+    except Exception as error:
+        if fault_message(error) is not None:
+            raise
+        origin = f" of {package}" if package else ""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}, line {frame.lineno}"
+        raise SurgeryError(f"task {task}{origin} failed: {type(error).__name__}: {error} ({where})") from error

@@ -205,12 +205,13 @@ class _RowRunner:
         start = time.perf_counter()
         try:
             reference = self._kept.get(task.name) if self._compares(row, task) else None
-            result = task.run(model, self._session, reference)
+            with self._tasks.errors(task.name):
+                result = task.run(model, self._session, reference)
+                processes.from_main(lambda: _check_finite(row, task.name, result))
         except torch.OutOfMemoryError:
             raise SurgeryError(
                 f"{row.name}, task {task.name}: out of memory; use a smaller --batch-size or --length"
             ) from None
-        processes.from_main(lambda: _check_finite(row, task.name, result))
         entry = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
         if processes.is_main:
             self._store.put(key, entry)
@@ -230,7 +231,8 @@ class _RowRunner:
 
     def _keep(self, model: PreTrainedModel, tasks: Sequence[ComparingTask]) -> None:
         for task in tasks:
-            self._kept[task.name] = task.keep(model, self._session)
+            with self._tasks.errors(task.name):
+                self._kept[task.name] = task.keep(model, self._session)
 
     def _key(self, row: ModelRow, task: Task) -> str:
         settings = self._settings
@@ -247,6 +249,8 @@ class _RowRunner:
             "versions": {name: environment()[name] for name in ("torch", "transformers")},
             "surgery": __version__,
         }
+        if task.name in self._tasks.plugins:
+            facts["package"] = self._tasks.plugins[task.name]
         return key_of(facts)
 
 

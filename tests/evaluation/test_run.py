@@ -13,7 +13,9 @@ from processes import Fork
 from tiny_models import DEMO, make_checkpoint
 
 from surgery.calibration.held_out_documents import default_names
+from surgery.common import plugins
 from surgery.common.errors import SurgeryError
+from surgery.common.plugins import Registry
 from surgery.common.progress import Progress
 from surgery.eval.tasks.loss import LossTask
 from surgery.evaluation import rows as model_rows
@@ -259,6 +261,36 @@ def test_a_missing_wandb_is_told_before_anything_is_measured(models, tmp_path, m
     with pytest.raises(SurgeryError, match="needs wandb"):
         run([models[0]], None, tmp_path / "out", wandb="project")
     assert not (tmp_path / "out").exists()
+
+
+class Letters:
+    """A plug-in's task whose settings lack the text."""
+
+    name, native, measured = "letters", False, 0
+
+    def settings(self):
+        return {}
+
+    def run(self, model, session, kept):
+        Letters.measured += 1
+        return {"share": session.limit / 0 if session.limit else 0.5}
+
+
+def test_results_of_a_plugin_are_those_of_its_text_and_version(models, tmp_path, monkeypatch):
+    monkeypatch.setitem(plugins._registered, "tasks", {"letters": lambda data: Letters()})
+    (tmp_path / "text.txt").write_text("one two three " * 500)
+    counts, keys = [], []
+    for change in ({}, {}, {"data": str(tmp_path / "text.txt")}, {}):
+        report = run([models[0]], None, tmp_path / "out", tasks="letters", overwrite=True, **change)
+        keys.append(report["tasks"]["letters"]["text_sha256"])
+        counts.append(Letters.measured)
+    assert counts == [1, 1, 2, 2] and keys[0] == keys[1] == keys[3] != keys[2]
+    monkeypatch.setattr(Registry, "distribution", lambda self, name: "letters 1.1")
+    run([models[0]], None, tmp_path / "out", tasks="letters", overwrite=True)
+    assert Letters.measured == 3
+    with pytest.raises(SurgeryError, match=r"task letters of letters 1\.1 failed: ZeroDivisionError") as error:
+        run([models[0]], None, tmp_path / "out", tasks="letters", overwrite=True, limit=1)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
 def test_foreign_folders_are_left_alone(models, tmp_path):
