@@ -103,7 +103,7 @@ def held_out_text(
     index = torch.empty(windows, length, dtype=torch.long)
     for number, name in enumerate(texts):
         positions = np.flatnonzero(text_of == number)
-        check_longer_than(len(positions), length, name)
+        check_longer_than(len(positions), length, name if len(texts) > 1 else "the text")
         part = index[number :: len(texts)]
         part[:] = random_windows(positions, len(part), length, seed, None if bos is None else -1)
     has_text, index = index >= 0, index.clamp(min=0)

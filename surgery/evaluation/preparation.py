@@ -16,8 +16,8 @@ from surgery.checkpoint.output_path import refuse_output_inside, working_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
 from surgery.common.progress import Progress
+from surgery.common.wandb_service import check_wandb
 from surgery.eval.report.document import Report, read_report
-from surgery.eval.report.tracking import require_wandb
 from surgery.evaluation.models import Checkpoint, tokenizer_sha256
 from surgery.evaluation.rows import ModelRow, check_names
 from surgery.evaluation.settings import EvalSettings
@@ -116,7 +116,7 @@ def prepare(request: EvaluationRequest, progress: Progress, conversations: Conve
     """
     settings = request.settings
     if settings.wandb:
-        require_wandb()
+        check_wandb(settings.wandb_mode, "wandb")
     baseline, checkpoints = _open(request, progress)
     rows = [ModelRow(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
     check_names(rows)

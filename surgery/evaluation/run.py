@@ -20,6 +20,7 @@ from surgery.checkpoint.output_path import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration
 from surgery.common.progress import Progress
+from surgery.common.wandb_service import check_service
 from surgery.eval.memory import free_memory
 from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
@@ -264,6 +265,8 @@ def _check_finite(row: ModelRow, task: str, result: Any) -> None:
 def _opened_store(
     prepared: Prepared, request: EvaluationRequest, stack: ExitStack, note: Callable[[str], None]
 ) -> ResultStore:
+    if request.settings.wandb:
+        check_service(request.settings.wandb_mode, "wandb")
     store = ResultStore.open(prepared.out)
     stack.enter_context(output_lock(prepared.out))
     if warning := store.go_on(torch.get_num_threads(), restart=request.restart):

@@ -13,7 +13,7 @@ from processes import Fork
 from tiny_models import DEMO, make_checkpoint
 
 from surgery.calibration.held_out_documents import default_names
-from surgery.common import plugins
+from surgery.common import plugins, wandb_service
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry
 from surgery.common.progress import Progress
@@ -261,6 +261,19 @@ def test_a_missing_wandb_is_told_before_anything_is_measured(models, tmp_path, m
     with pytest.raises(SurgeryError, match="needs wandb"):
         run([models[0]], None, tmp_path / "out", wandb="project")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_wandb_that_cannot_start_is_told_before_anything_is_measured(models, tmp_path, monkeypatch):
+    pytest.importorskip("wandb").teardown()
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(wandb_service, "SECONDS", 1)
+    for key, message in (("", "not logged in"), ("0" * 40, "does not start")):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        with pytest.raises(SurgeryError, match=message) as error:
+            run([models[0]], None, tmp_path / "out", wandb="project")
+        assert error.value.setting == "wandb" and not (tmp_path / "out").exists()
 
 
 class Letters:
