@@ -151,9 +151,10 @@ def test_the_custom_class_without_a_report(tmp_path, kind):
 
 def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
-    monkeypatch.setattr(healing, "run_interruptible", lambda *_: 7)
-    with pytest.raises(SurgeryError, match="exit code 7"):
-        heal_checkpoint(request(source, student, tmp_path / "out"))
+    for code, advice in ((7, "the same command"), (1, "saved steps stay in ")):
+        monkeypatch.setattr(healing, "run_interruptible", lambda *_, code=code: code)
+        with pytest.raises(SurgeryError, match=f"exit code {code}, .*{advice}"):
+            heal_checkpoint(request(source, student, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(healing, "run_interruptible", trained_here)
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import sys
@@ -31,7 +32,7 @@ from surgery.checkpoint.output_path import output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
-from surgery.common.interruption import stop_with_parent
+from surgery.common.interruption import STARTED_BY, stop_with_parent
 from surgery.common.machine_faults import fault_message
 from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
@@ -75,7 +76,7 @@ REPORT = "heal.json"
 DECIDING = ("length", "train", "train_patterns", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
 DECIDING += ("schedule", "warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed")
 DECIDING += ("entry_factors",)
-"""Settings that must not change when a run resumes; limits, logging and saving may."""
+"""Settings that must not change when a run resumes. Logging and saving may, and limits with a note."""
 
 
 def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, Any]:
@@ -202,9 +203,10 @@ class _Run:
         }
         trained = trained_tensors(distillation.student)
         processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, self.folder / LOG))
-        progress.note(
-            f"healed checkpoint in {settings.out}; checkpoints of the run in {self.folder}, which you may remove"
-        )
+        if STARTED_BY not in os.environ:  # surgery heal moves the one and removes the other
+            progress.note(
+                f"healed checkpoint in {settings.out}; checkpoints of the run in {self.folder}, which you may remove"
+            )
         return facts
 
     def _models(
