@@ -104,6 +104,14 @@ class Prepared:
                 "--overwrite",
             )
 
+    def variants_without(self, report: Report) -> list[str]:
+        """Return the names of cheap baselines that an existing report has and a new one lacks."""
+        if not (self.out / "report.json").exists():
+            return []
+        names = {row["name"] for row in report["rows"]}
+        old = read_report(self.out)["rows"]
+        return [row["name"] for row in old if row["role"] == "variant" and row["name"] not in names]
+
 
 def prepare(request: EvaluationRequest, progress: Progress, conversations: Conversations) -> Prepared:
     """Open and hash the models, read the texts and build the tasks, without measuring or writing anything.

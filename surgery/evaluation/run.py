@@ -68,6 +68,8 @@ def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
         if request.writes and processes.is_main:
             from surgery.evaluation.output import write_report  # imports matplotlib
 
+            if not request.overwrite and (missing := prepared.variants_without(report)):
+                progress.note(f"no longer in the report: {', '.join(missing)}; add them to --variants to keep them")
             paths = write_report(report, prepared.out)
     return Evaluation(report, prepared.out, processes.is_main, paths)
 

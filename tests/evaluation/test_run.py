@@ -256,6 +256,14 @@ def test_a_report_of_more_is_not_replaced_unasked(whole, models):
         run([models[0]], None, out, **CHEAP)
 
 
+def test_cheap_baselines_that_a_report_no_longer_has_are_named(models, tmp_path, capsys):
+    for variants, names in (("fp8,int8", ""), ("int4", "fp8, int8 KV"), ("int8,int4,fp8", "")):
+        settings = EvalSettings(**{**SMALL, "tasks": "loss", "variants": variants})
+        evaluate(EvaluationRequest((), str(models[0]), tmp_path, settings, writes=True), Progress())
+        notes = " ".join(capsys.readouterr().err.split())
+        assert (f"no longer in the report: {names};" in notes) if names else "no longer" not in notes
+
+
 def test_a_missing_wandb_is_told_before_anything_is_measured(models, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SurgeryError, match="needs wandb"):
