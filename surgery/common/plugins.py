@@ -84,9 +84,9 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
         return entries
 
     def distribution(self, name: str) -> str | None:
-        """Return name and version of the package that declares a plug-in; None for an object without a package."""
-        is_announced = name not in self._own and name not in _registered.get(self._kind, {})
-        dist = _announced(self._kind)[name].dist if is_announced else None
+        """Return name and version of the package that declares a plug-in; None without one."""
+        is_here = name in self._own or name in _registered.get(self._kind, {})
+        dist = None if is_here else _announced(self._kind)[name].dist
         return f"{dist.name} {dist.version}" if dist else None
 
     def __iter__(self) -> Iterator[str]:

@@ -16,39 +16,30 @@ def init_mode(mode: str) -> str | None:
     return None if mode == "online" else mode
 
 
-def check_wandb(mode: str, setting: str) -> None:
-    """Check that wandb is installed and, if it will log online, has a key. Needs no network.
+def check_wandb(mode: str, setting: str, *, connect: bool = False) -> None:
+    """Check that wandb is installed and, if it will log online, has a key.
+
+    Args:
+        setting: name of the setting that selects wandb, for the error.
+        connect: whether to check that the service accepts the key, too.
 
     Raises:
-        SurgeryError: the check failed; `setting` is the name of the setting that selects wandb.
+        SurgeryError: the check failed.
     """
     try:
-        import wandb  # noqa: F401
+        import wandb
     except ImportError:
         raise SurgeryError("logging to wandb needs wandb: pip install wandb", setting=setting) from None
-    if _is_online(mode) and not _has_key():
-        raise SurgeryError("wandb is not logged in: run wandb login, or use wandb_mode offline", setting=setting)
-
-
-def check_service(mode: str, setting: str) -> None:
-    """Check that wandb's service accepts the key, if it will log online.
-
-    Raises:
-        SurgeryError: the service does not answer, or refuses the key.
-    """
-    if not _is_online(mode):
+    if mode != "online" or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return
-    import wandb
-
-    try:
-        _ = wandb.Api(timeout=SECONDS).viewer
-    except Exception as error:  # wandb and its HTTP client raise many classes
-        reason = " ".join(str(error).split())[:200]
-        raise SurgeryError(f"wandb does not start: {reason}; use wandb_mode offline", setting=setting) from error
-
-
-def _is_online(mode: str) -> bool:
-    return mode == "online" and os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun")
+    if not _has_key():
+        raise SurgeryError("wandb is not logged in: run wandb login, or use wandb_mode offline", setting=setting)
+    if connect:
+        try:
+            _ = wandb.Api(timeout=SECONDS).viewer
+        except Exception as error:  # wandb and its HTTP client raise many classes
+            reason = " ".join(str(error).split())[:200]
+            raise SurgeryError(f"wandb does not start: {reason}; use wandb_mode offline", setting=setting) from error
 
 
 def _has_key() -> bool:

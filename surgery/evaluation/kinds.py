@@ -32,12 +32,14 @@ def builder(name: str) -> Build:
     return load(build_path) if isinstance(build_path, str) else build_path
 
 
-@contextmanager
-def plugin_errors(task: str, package: str | None) -> Iterator[None]:
-    """Convert a crash of a plug-in's task to one line.
+def plugin_of(task: str) -> str | None:
+    """Return the origin of a plug-in's task: name and version of its package, or a program; None for a built-in."""
+    return None if task in DEFAULT else TASKS.distribution(task) or "a program"
 
-    Args:
-        package: name and version of the package that declares the task; None if a program registered it.
+
+@contextmanager
+def plugin_errors(task: str, plugin: str | None) -> Iterator[None]:
+    """Convert a crash of a task to one line if it is of a plug-in, as by `plugin_of`.
 
     Raises:
         SurgeryError: the plug-in raised an exception, which is the cause, unless the machine is at fault.
@@ -47,9 +49,8 @@ def plugin_errors(task: str, package: str | None) -> Iterator[None]:
     except SurgeryError:
         raise
     except Exception as error:
-        if fault_message(error) is not None:
+        if plugin is None or fault_message(error) is not None:
             raise
-        origin = f" of {package}" if package else ""
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}, line {frame.lineno}"
-        raise SurgeryError(f"task {task}{origin} failed: {type(error).__name__}: {error} ({where})") from error
+        message = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+        raise SurgeryError(f"task {task} of {plugin} failed: {message}") from error

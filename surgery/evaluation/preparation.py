@@ -106,10 +106,8 @@ class Prepared:
 
     def variants_without(self, report: Report) -> list[str]:
         """Return the names of cheap baselines that an existing report has and a new one lacks."""
-        if not (self.out / "report.json").exists():
-            return []
         names = {row["name"] for row in report["rows"]}
-        old = read_report(self.out)["rows"]
+        old = read_report(self.out)["rows"] if (self.out / "report.json").exists() else []
         return [row["name"] for row in old if row["role"] == "variant" and row["name"] not in names]
 
 

@@ -20,11 +20,12 @@ from surgery.checkpoint.output_path import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration
 from surgery.common.progress import Progress
-from surgery.common.wandb_service import check_service
+from surgery.common.wandb_service import check_wandb
 from surgery.eval.memory import free_memory
 from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.eval.variants.cache_hook import NoVariant
+from surgery.evaluation.kinds import plugin_errors
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
 from surgery.evaluation.preparation import EvaluationRequest, Prepared, prepare
 from surgery.evaluation.rows import ModelRow, plan_variants
@@ -208,7 +209,7 @@ class _RowRunner:
         start = time.perf_counter()
         try:
             reference = self._kept.get(task.name) if self._compares(row, task) else None
-            with self._tasks.errors(task.name):
+            with plugin_errors(task.name, self._tasks.plugins.get(task.name)):
                 result = task.run(model, self._session, reference)
                 processes.from_main(lambda: _check_finite(row, task.name, result))
         except torch.OutOfMemoryError:
@@ -234,7 +235,7 @@ class _RowRunner:
 
     def _keep(self, model: PreTrainedModel, tasks: Sequence[ComparingTask]) -> None:
         for task in tasks:
-            with self._tasks.errors(task.name):
+            with plugin_errors(task.name, self._tasks.plugins.get(task.name)):
                 self._kept[task.name] = task.keep(model, self._session)
 
     def _key(self, row: ModelRow, task: Task) -> str:
@@ -252,8 +253,8 @@ class _RowRunner:
             "versions": {name: environment()[name] for name in ("torch", "transformers")},
             "surgery": __version__,
         }
-        if task.name in self._tasks.plugins:
-            facts["package"] = self._tasks.plugins[task.name]
+        if task.name in self._tasks.plugins:  # without the entry for others, so that their keys stay as they were
+            facts["plugin"] = self._tasks.plugins[task.name]
         return key_of(facts)
 
 
@@ -268,7 +269,7 @@ def _opened_store(
     prepared: Prepared, request: EvaluationRequest, stack: ExitStack, note: Callable[[str], None]
 ) -> ResultStore:
     if request.settings.wandb:
-        check_service(request.settings.wandb_mode, "wandb")
+        check_wandb(request.settings.wandb_mode, "wandb", connect=True)
     store = ResultStore.open(prepared.out)
     stack.enter_context(output_lock(prepared.out))
     if warning := store.go_on(torch.get_num_threads(), restart=request.restart):
