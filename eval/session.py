@@ -91,7 +91,5 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)
