@@ -33,13 +33,13 @@ def check_wandb(mode: str, setting: str, *, connect: bool = False) -> None:
     if mode != "online" or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return
     if not _has_key():
-        raise SurgeryError("wandb is not logged in: run wandb login, or use wandb_mode offline", setting=setting)
+        raise SurgeryError("not logged in to wandb; run wandb login, or use wandb_mode offline", setting=setting)
     if connect:
         try:
             _ = wandb.Api(timeout=SECONDS).viewer
         except Exception as error:  # wandb and its HTTP client raise many classes
             reason = " ".join(str(error).split())[:200]
-            raise SurgeryError(f"wandb does not start: {reason}; use wandb_mode offline", setting=setting) from error
+            raise SurgeryError(f"no connection to wandb: {reason}; use wandb_mode offline", setting=setting) from error
 
 
 def _has_key() -> bool:

@@ -277,7 +277,7 @@ def test_a_wandb_that_cannot_start_is_told_before_anything_is_measured(models, t
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(wandb_service, "SECONDS", 1)
-    for key, message in (("", "not logged in"), ("0" * 40, "does not start")):
+    for key, message in (("", "not logged in"), ("0" * 40, "no connection")):
         monkeypatch.setenv("WANDB_API_KEY", key)
         with pytest.raises(SurgeryError, match=message) as error:
             run([models[0]], None, tmp_path / "out", wandb="project")
