@@ -13,7 +13,7 @@ import torch
 from torch import LongTensor
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.sequences import random_windows
+from surgery.eval.sequences import check_longer_than, random_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,43 +63,52 @@ class HeldOutText:
 def held_out_text(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], windows: int, length: int, seed: int
 ) -> HeldOutText:
-    """Draw random windows from the concatenated documents.
+    """Draw random windows from the concatenated documents, in turn from each of the texts that they belong to.
 
-    The tokenizer's eos separates documents, if it has one. Windows may overlap, so confidence intervals are slightly
-    too narrow if many windows are drawn from a short text.
+    The name of its first section tells which text a document belongs to. The tokenizer's eos separates documents, if it
+    has one. Windows may overlap, so confidence intervals are slightly too narrow if many windows are drawn from a short
+    text.
 
     Args:
         windows: number of windows N.
         length: tokens per window T, bos included.
 
     Raises:
-        SurgeryError: no documents, or too little text.
+        SurgeryError: no documents, fewer windows than texts, or too little text.
     """
     if not documents:
         raise SurgeryError("no held-out text: give --data a file or a dataset that is not empty")
     names = sorted({name for document in documents for _, name in document.sections})
+    texts = list(dict.fromkeys(document.sections[0][1] for document in documents))
+    if windows < len(texts):
+        raise SurgeryError(
+            f"windows {windows}: fewer than the {len(texts)} held-out texts ({', '.join(texts)})",
+            setting="windows",
+            hint=f"--windows {len(texts)}",
+        )
     parts = []
     for document in documents:
+        text = texts.index(document.sections[0][1])
         ids, ends = _tokens_and_ends(tokenizer, document.text)
         starts = [0, *ends[:-1]]
         firsts = [first for first, _ in document.sections]
         source = [names.index(document.sections[bisect.bisect_right(firsts, start) - 1][1]) for start in starts]
-        parts.append(np.array([ids, source, _bytes_between(document.text, starts, ends)], dtype=np.int64))
+        sizes = _bytes_between(document.text, starts, ends)
+        parts.append(np.array([ids, source, sizes, [text] * len(ids)], dtype=np.int64))
         if tokenizer.eos_token_id is not None and document is not documents[-1]:
-            parts.append(np.array([[tokenizer.eos_token_id], [source[-1] if source else 0], [0]], dtype=np.int64))
-    ids, source, size = np.concatenate(parts, axis=1)
+            eos = [[tokenizer.eos_token_id], [source[-1] if source else 0], [0], [text]]
+            parts.append(np.array(eos, dtype=np.int64))
+    ids, source, size, text_of = torch.from_numpy(np.concatenate(parts, axis=1))
     bos = tokenizer.bos_token_id
-    tokens = random_windows(ids, windows, length, seed, bos)
-    # The same seed draws the same windows, so `index` aligns with `tokens`.
-    index = random_windows(np.arange(len(ids)), windows, length, seed, None if bos is None else -1)
-    text = index >= 0
-    return HeldOutText(
-        tokens,
-        torch.from_numpy(source)[index.clamp(min=0)],
-        torch.from_numpy(size)[index.clamp(min=0)] * text,
-        tuple(names),
-        torch.from_numpy(ids),
-    )
+    index = torch.empty(windows, length, dtype=torch.long)
+    for number, name in enumerate(texts):
+        positions = np.flatnonzero(text_of == number)
+        check_longer_than(len(positions), length, name if len(texts) > 1 else "the text")
+        part = index[number :: len(texts)]
+        part[:] = random_windows(positions, len(part), length, seed, None if bos is None else -1)
+    has_text, index = index >= 0, index.clamp(min=0)
+    tokens = ids[index] if bos is None else ids[index].where(has_text, bos)
+    return HeldOutText(tokens, source[index], size[index] * has_text, tuple(names), ids)
 
 
 def _tokens_and_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:

@@ -68,7 +68,7 @@ def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: in
         with evaluation_mode(model), tap_attention(model, counter):
             for piece in pieces:
                 _, past = forward_with_cache(model, piece, past)
-    except (SurgeryError, AttributeError):
+    except SurgeryError:
         return None
     full = model.config.num_hidden_layers * model.config.num_attention_heads * causal_entries(prompt + steps)
     return counter.entries / full

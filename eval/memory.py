@@ -31,10 +31,10 @@ def unless_out_of_memory(function: Callable[[], Result]) -> Result | OutOfMemory
 
 
 def free_memory() -> None:
-    """Collect garbage and empty the CUDA allocator's cache."""
+    """Collect garbage and empty the cache of the accelerator's allocator."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
 def beyond_trained_context(model: nn.Module, context: int) -> str | None:

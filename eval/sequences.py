@@ -46,9 +46,9 @@ def random_windows(
     return torch.tensor(rows, dtype=torch.long)
 
 
-def check_longer_than(available: int, length: int) -> None:
-    """Raise SurgeryError unless a text of `available` tokens has room for a random window of `length` tokens."""
+def check_longer_than(available: int, length: int, text: str = "the text") -> None:
+    """Raise SurgeryError unless `text` of `available` tokens has room for a random window of `length` tokens."""
     if available <= length:
         raise SurgeryError(
-            f"the text has {available} tokens, too few for windows of {length}: use a longer text or a smaller length"
+            f"{text} has {available} tokens, too few for windows of {length}: use a longer text or a smaller length"
         )

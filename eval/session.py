@@ -60,7 +60,8 @@ class Task(Protocol):
     def settings(self) -> dict[str, Any]:
         """Return everything but the model that determines the result: sizes, seeds, data hashes. Plain values.
 
-        Results are comparable only if their settings are equal.
+        Results are comparable only if their settings are equal. For a plug-in's task the hash of the held-out text is
+        added, and its package's version identifies stored results.
         """
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any) -> dict[str, Any]:
@@ -90,7 +91,5 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_main
-from healing import trained_here
+from healing import heal_here, heal_settings, trained_here
 from own_models import KINDS, tiny_source
 from processes import Fork
 from safetensors.torch import load_file
@@ -35,6 +35,7 @@ from surgery.healing.launchers import (
     launch_command,
     outside,
 )
+from surgery.inspection.checks import verify_checkpoint
 from surgery.reporting.healing_table import gap_closed, quality_table, stage_facts
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
@@ -131,6 +132,15 @@ def test_the_report_and_the_card_say_what_happened(pair_of, tmp_path, monkeypatc
     assert (healed.path / "heal.jsonl").read_text().count('"step"') >= 3
 
 
+def test_a_training_that_is_launched_directly_takes_names_and_passes_verify(pair_of, tmp_path, monkeypatch):
+    source, student = pair_of("gqa")
+    monkeypatch.setattr("surgery.checkpoint.named_models.demo_model", lambda: source)
+    values = heal_settings(tmp_path, student, "builtin", max_steps=1, held_out=0, eval_every=None)
+    assert heal_here(values)["teacher_sha256"] == CheckpointReader.open(source).fingerprint()
+    outcomes = {check.name: check.outcome for check in verify_checkpoint(values["out"], device="cpu").checks}
+    assert outcomes["files"] == "passed" and outcomes["logits"] == "not checked" and "failed" not in outcomes.values()
+
+
 @pytest.mark.parametrize("kind", ["low_rank", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_the_custom_class_without_a_report(tmp_path, kind):
     with torch.no_grad():
@@ -151,9 +161,10 @@ def test_the_custom_class_without_a_report(tmp_path, kind):
 
 def test_a_failed_training_leaves_no_checkpoint_and_the_next_one_goes_on(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
-    monkeypatch.setattr(healing, "run_interruptible", lambda *_: 7)
-    with pytest.raises(SurgeryError, match="exit code 7"):
-        heal_checkpoint(request(source, student, tmp_path / "out"))
+    for code, advice in ((7, "the same command"), (1, "saved steps stay in ")):
+        monkeypatch.setattr(healing, "run_interruptible", lambda *_, code=code: code)
+        with pytest.raises(SurgeryError, match=f"exit code {code}, .*{advice}"):
+            heal_checkpoint(request(source, student, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(healing, "run_interruptible", trained_here)
     assert heal_checkpoint(request(source, student, tmp_path / "out")).path.is_dir()

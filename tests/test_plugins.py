@@ -15,6 +15,7 @@ from tiny_models import DEMO, SHAPE, random_model
 from transformers import ArceeConfig
 
 import surgery
+from surgery.common import plugins
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry, added
 
@@ -147,6 +148,7 @@ def test_a_task_is_measured_compared_and_shown(runs):
     report = json.loads(printed)
     row = next(row for row in report["rows"] if row["name"] != report["baseline"])
     assert row["results"]["entropy"]["headline"]["value"] > 0
+    assert "text_sha256" in report["tasks"]["entropy"]
     assert row["comparison"]["entropy"]["low"] <= row["comparison"]["entropy"]["high"]
 
 
@@ -163,15 +165,11 @@ def test_a_program_registers_without_a_package():
         with pytest.raises(SurgeryError, match=r".mine. is a function; wrap it in .*low_rank_methods.Method"):
             surgery.register_method("lowrank", "mine", lambda block, rank: None)
     finally:
-        from surgery.common import plugins
-
         plugins._registered["scorers"].clear()
 
 
 def test_what_cannot_be_loaded_is_one_line(monkeypatch, capsys):
     from importlib.metadata import EntryPoint
-
-    from surgery.common import plugins
 
     broken = {"mine": EntryPoint("mine", "no_such_package:thing", "model_surgery.scorers")}
     monkeypatch.setattr(plugins, "_announced", lambda kind: broken)
@@ -183,10 +181,21 @@ def test_what_cannot_be_loaded_is_one_line(monkeypatch, capsys):
     assert "note: scorers: 'mine' of no_such_package:thing cannot be loaded" in capsys.readouterr().err
 
 
+def test_the_package_of_a_plugin_has_its_version(installed, monkeypatch):
+    monkeypatch.syspath_prepend(installed)
+    plugins._announced.cache_clear()
+    monkeypatch.setitem(plugins._registered, "tasks", {"mine": None})
+    registry = Registry("tasks", {"loss": "module:build"})
+    try:
+        packages = {name: registry.distribution(name) for name in ("entropy", "mine", "loss")}
+    finally:
+        plugins._announced.cache_clear()
+    assert packages == {"entropy": "surgery-example 1.0", "mine": None, "loss": None}
+
+
 def test_what_is_of_another_class_is_one_line(monkeypatch):
     from importlib.metadata import EntryPoint
 
-    from surgery.common import plugins
     from surgery.transforms.low_rank_methods import Method
 
     announced = {"mine": EntryPoint("mine", "math:sqrt", "model_surgery.low_rank_methods")}

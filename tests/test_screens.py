@@ -295,6 +295,9 @@ def test_bytes_of_what_drops_tokens_are_told_with_the_length():
     stages = [{"stage": stage, "loss": None, "recall": None} for stage in ("source", "reloaded")]
     message = of_conversion({"ladder": stages, "kv": kv, "target": {"engines": {}}})
     assert message.startswith("20.0% of the KV bytes at 4k, 5.0% at 40,000; loss not measured")
+    stages = [{"stage": stage, "loss": 2.0, "recall": None} for stage in ("source", "reloaded")]
+    report = {"ladder": stages, "kv": kv, "target": {"engines": {}}, "calibration": {"length": 1024}}
+    assert "nats per token (perplexity +0.0%), measured at 1,024 tokens; " in of_conversion(report)
 
 
 def test_where_models_run_is_told_in_one_way():

@@ -6,7 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
-from surgery.common.human import perplexity, with_perplexity
+from surgery.common.human import perplexity, share, with_perplexity
 from surgery.common.tables import csv_file, markdown, terminal
 from surgery.common.tables.table import Cell, Column, Table, sort_key
 
@@ -62,4 +62,6 @@ def test_values_that_do_not_sort(value, key):
 
 def test_perplexity_is_the_exponential_of_a_loss():
     assert perplexity(math.log(8)) == pytest.approx(8) and perplexity(None) is None and perplexity(1e9) == math.inf
+    shares = {None: "-", 0.0: "0.0%", 0.5: "50.0%", 0.00099: "0.099%", 1e-5: "0.001%"}
+    assert {value: share(value) for value in shares} == shares
     assert with_perplexity(2.2785) == "2.2785 (9.762)" and with_perplexity(None) == "-"

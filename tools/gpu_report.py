@@ -155,7 +155,7 @@ def summary(report: dict[str, Any]) -> str:
     steps = [row for row in _rows(report, "kernels") if _speedup(row)]
     if mla := next((row for row in steps if row["operation"] == "mla_decode"), None):
         sentences.append(
-            f"Attention of {mla['model']} as MLA {mla['variant']} takes {mla['seconds'] * 1e6:,.0f} µs a layer at "
+            f"Attention of {mla['model']} as MLA {mla['variant']} takes {mla['seconds'] * 1e6:,.0f} µs per layer at "
             f"batch {mla['batch']} and {mla['context']:,} tokens, {_speedup(mla):.2f} times as fast "
             "as the source's ([kernels](docs/kernels.md#on-a-gpu))."
         )

@@ -119,7 +119,7 @@ def headline(task: str, result: dict[str, Any]) -> dict[str, Any]:
     """Return the main metrics of a task's result, for the run's log."""
     if task == "loss":
         losses = {"loss": result["loss"]}
-        return losses | ({"cached_loss": result["cached"]["loss"]} if result["cached"] else {})
+        return losses | ({"cached_loss": result["cached"]["decoded_loss"]} if result["cached"] else {})
     return {"accuracy": result["accuracy"]}
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import sys
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.disk import as_json, disk_errors
+from surgery.checkpoint.file_hashes import hash_files
+from surgery.checkpoint.file_kinds import REPORT as CONVERSION
 from surgery.checkpoint.file_kinds import list_files
+from surgery.checkpoint.named_models import model_named
 from surgery.checkpoint.output_path import output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
-from surgery.common.interruption import stop_with_parent
+from surgery.common.interruption import STARTED_BY, stop_with_parent
 from surgery.common.machine_faults import fault_message
 from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
@@ -75,7 +79,7 @@ REPORT = "heal.json"
 DECIDING = ("length", "train", "train_patterns", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
 DECIDING += ("schedule", "warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed")
 DECIDING += ("entry_factors",)
-"""Settings that must not change when a run resumes; limits, logging and saving may."""
+"""Settings that must not change when a run resumes. Logging and saving may, and limits with a note."""
 
 
 def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, Any]:
@@ -89,6 +93,8 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
         SurgeryError: invalid settings, models or data, or a failure that the user can fix.
     """
     settings.check_complete()
+    student, teacher = model_named(settings.student), settings.teacher and model_named(settings.teacher)
+    settings = replace(settings, student=student, teacher=teacher)
     check_tracker(settings)
     settings = settings.with_batches(world_size())
     accelerator = open_accelerator(settings)
@@ -202,9 +208,10 @@ class _Run:
         }
         trained = trained_tensors(distillation.student)
         processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, self.folder / LOG))
-        progress.note(
-            f"healed checkpoint in {settings.out}; checkpoints of the run in {self.folder}, which you may remove"
-        )
+        if STARTED_BY not in os.environ:  # surgery heal moves the one and removes the other
+            progress.note(
+                f"healed checkpoint in {settings.out}; checkpoints of the run in {self.folder}, which you may remove"
+            )
         return facts
 
     def _models(
@@ -392,12 +399,21 @@ def _write(
         with disk_errors(staging.partial):
             facts["left_out"] = carried.record(list_files(staging.partial))["left_out"]
             shutil.copyfile(log, staging.partial / LOG)
+            _update_report(staging.partial)
             facts = {**facts, "files": inventory(staging.partial, [REPORT])}
             (staging.partial / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         staging.commit()
     except BaseException:
         staging.discard()
         raise
+
+
+def _update_report(folder: Path) -> None:
+    """Replace the hashes in the student's report and remove its logits; `surgery heal` adds the rest."""
+    path = folder / CONVERSION
+    with suppress(FileNotFoundError, ValueError, TypeError):  # a damaged report stays as it is
+        report = {**json.loads(path.read_bytes()), "files": hash_files(folder), "probe": None}
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -131,6 +131,9 @@ class Loop:
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
         if message := other_threads(state.get("threads"), torch.get_num_threads()):
             self._t.progress.note(f"{path}: {message}")
+        before = Budget(**state.get("budget", asdict(self._budget)))  # earlier versions did not save it
+        if before != self._budget:
+            self._t.progress.note(f"the budget is {self._budget}, not {before}: the learning rate follows the new one")
         self._t.log.write("resume", step=self.at.step, checkpoint=str(path.name))
         return True
 
@@ -366,7 +369,7 @@ class Loop:
 
     def _save(self, name: str | None = None) -> None:
         at = self.at
-        state = {"step": at.step, "position": asdict(at), "identity": self._t.identity}
+        state = {"step": at.step, "position": asdict(at), "identity": self._t.identity, "budget": asdict(self._budget)}
         path = self._t.checkpoints.save({**state, "threads": torch.get_num_threads()}, name)
         self._t.log.write("checkpoint", step=at.step, name=path.name)
         if name is None:

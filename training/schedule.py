@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -18,6 +18,9 @@ class Budget:
     steps: int | None = None
     tokens: int | None = None
     seconds: float | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"max_{name} {limit}" for name, limit in asdict(self).items() if limit is not None)
 
     def used(self, steps: float, tokens: float, seconds: float) -> float:
         """Return the share of the budget that is used up, by the nearest limit; the run ends at 1."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,8 @@ from typing import Any
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean
 from surgery.common.lineage import lineage_of
+from surgery.common.wandb_service import SECONDS, check_wandb, init_mode
 from surgery.training.settings import NO_TRACKER, HealSettings
-
-WANDB_HOST = "https://api.wandb.ai"
-SECONDS = 10
-"""Seconds for which a run waits for wandb to start; wandb's own default is minutes."""
 
 
 def check_tracker(settings: HealSettings) -> None:
@@ -36,8 +32,8 @@ def check_tracker(settings: HealSettings) -> None:
         raise SurgeryError(
             f"tracker {tracker} is not installed: pip install {tracker}, or use tracker none", setting="tracker"
         )
-    if tracker == "wandb" and _is_online(settings) and not _has_key():
-        raise SurgeryError("tracker wandb is not logged in: run wandb login, or use wandb_mode offline")
+    if tracker == "wandb":
+        check_wandb(settings.wandb_mode, "tracker")
 
 
 class Tracker:
@@ -125,18 +121,4 @@ def _wandb_options(settings: HealSettings, folder: Path) -> dict[str, Any]:
 
     quiet = wandb.Settings(silent=True, console="off", init_timeout=SECONDS)
     together = {"name": folder.stem, "group": lineage_of(settings.student), "job_type": "heal"}
-    return {"mode": settings.wandb_mode, "dir": str(folder), "settings": quiet, **together}
-
-
-def _is_online(settings: HealSettings) -> bool:
-    """Return whether wandb syncs the run online; the environment can override the setting."""
-    return settings.wandb_mode == "online" and os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun")
-
-
-def _has_key() -> bool:
-    """Return whether wandb has a key in the environment or the netrc file; wandb itself would prompt for one."""
-    from requests.utils import get_netrc_auth
-
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    return get_netrc_auth(os.environ.get("WANDB_BASE_URL") or WANDB_HOST) is not None
+    return {"mode": init_mode(settings.wandb_mode), "dir": str(folder), "settings": quiet, **together}

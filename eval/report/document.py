@@ -25,7 +25,7 @@ ReportRow = dict[str, Any]
 # Functions from a row's results to per-sample values, by the key of the comparison.
 SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
     "loss": lambda results: results["loss"]["per_sequence"],
-    "cached_loss": lambda results: results["loss"]["cached"]["per_sequence"],
+    "decoded_loss": lambda results: results["loss"]["cached"]["decoded_per_sequence"],
     "loss_of_others": lambda results: results["loss"]["memorised"]["per_sequence"],
     "recall": lambda results: results["recall"]["hits"],
     "needle": lambda results: results["needle"]["hits"],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surgery.common.errors import SurgeryError
+from surgery.common.wandb_service import check_wandb, init_mode
 from surgery.eval.report.figures import save_needle_png, save_pngs
 from surgery.eval.report.page import render
 from surgery.eval.report.page_details import healing_run
@@ -17,14 +18,6 @@ from surgery.eval.report.tables import Report, ReportRow, columns, dig, scalars
 PARETO = ("pareto-loss", "pareto-recall")
 NAME_LENGTH = 128
 """Maximum length of run and group names in wandb."""
-
-
-def require_wandb() -> None:
-    """Raise SurgeryError unless wandb can be imported; called before long measurements, too."""
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        raise SurgeryError("logging to wandb needs wandb: pip install wandb") from None
 
 
 def log_to_wandb(
@@ -44,7 +37,8 @@ def log_to_wandb(
     the report's HTML page.
 
     Args:
-        mode: "offline" writes to `folder` only; ``wandb sync`` uploads it later.
+        mode: "offline" writes to `folder` only, and ``wandb sync`` uploads it later. The variable WANDB_MODE can
+            override "online".
         folder: folder for wandb's files; created if missing.
 
     Returns:
@@ -53,7 +47,7 @@ def log_to_wandb(
     Raises:
         SurgeryError: wandb is missing or reports an error, or the folder cannot be created.
     """
-    require_wandb()
+    check_wandb(mode, "wandb")
     import wandb
 
     locations = []
@@ -71,7 +65,7 @@ def log_to_wandb(
                 if not number:
                     run.log({"report": wandb.Html(render(report), inject=False)})
                 run.summary.update(summary(row, report))
-                locations.append(str(Path(run.dir).parent) if mode == "offline" else str(run.url))
+                locations.append(str(Path(run.dir).parent) if run.offline else str(run.url))
     return locations
 
 
@@ -87,7 +81,7 @@ def _logged_run(project: str, mode: str, folder: Path, *, name: str, group: str 
             name=str(name)[:NAME_LENGTH],
             group=group and group[:NAME_LENGTH],
             dir=str(folder),
-            mode=mode,
+            mode=init_mode(mode),
             settings=wandb.Settings(silent=True, console="off"),
             **config,
         ) as run:

@@ -23,8 +23,7 @@ CHUNK = 256
 class KVBytesTask:
     """Measurement of the cache bytes after `context` tokens, the peak bytes on the way there and the KV footprint.
 
-    See `surgery.eval.kv_cache.measure_kv` and `surgery.eval.kv_flow`. ``predicted`` holds the predictions of models
-    that have `kv_peak_bytes`, such as this package's custom model class; ``by_context`` the bytes at longer contexts.
+    See `surgery.eval.kv_cache.measure_kv` and `surgery.eval.kv_flow`; ``by_context`` has the bytes at longer contexts.
     """
 
     context: int
@@ -49,22 +48,8 @@ class KVBytesTask:
             "chunk": CHUNK,
             "chunked_peak_bytes": measure_peak(model, prompt, steps, CHUNK),
             "footprint": measure_footprint(model, prompt, steps),
-            "predicted": self._predicted(model, prompt, steps),
             "by_context": by_context(model, use),
         }
-
-    def _predicted(self, model: PreTrainedModel, prompt: int, steps: int) -> dict[str, Any] | None:
-        if not hasattr(model, "kv_peak_bytes"):
-            return None
-        try:
-            return {
-                "held_bytes": model.kv_cache_bytes(1, self.context),
-                "peak_bytes": model.kv_peak_bytes(1, prompt, prompt, steps),
-                "chunked_peak_bytes": model.kv_peak_bytes(1, prompt, CHUNK, steps),
-                "footprint": model.kv_footprint(prompt, steps),
-            }
-        except ValueError:  # the peak of some caches cannot be predicted
-            return None
 
 
 def by_context(model: PreTrainedModel, use: KVUse) -> dict[str, int] | None:

@@ -149,6 +149,7 @@ class LossTask:
                 "decoded": self.decoded,
                 # Only decoded tokens read the cache as in generation, so their loss says more than the overall mean.
                 "decoded_loss": float(cached[:, -self.decoded :].mean()),
+                "decoded_per_sequence": cached[:, -self.decoded :].mean(axis=1).tolist(),
                 "decoded_loss_one_forward": float(losses[:, -self.decoded :].mean()),
                 "largest_difference": float(np.abs(cached - losses).max()),
                 "per_sequence": cached.mean(axis=1).tolist(),

@@ -102,7 +102,10 @@ class Converted(Checkpoint):
 
     @property
     def kv_ratio(self) -> float:
-        """KV bytes per token as a share of the source's."""
+        """KV bytes per token as a share of the source's, at ``report["kv"]["measured_at_tokens"]`` tokens.
+
+        Caches with sinks or a window have a smaller share of longer texts: ``report["kv"]["ratio_at"]``.
+        """
         return self.kv_bytes_after / self.kv_bytes_before
 
     @classmethod

@@ -104,9 +104,9 @@ def evaluate(
     evaluation = evaluate(request, Progress())
     if not evaluation.is_main:
         return
+    show_evaluation(evaluation.report, evaluation.written, as_json=as_json)
     if settings.wandb:
         track(evaluation.report, evaluation.folder, settings.wandb, settings.wandb_mode)
-    show_evaluation(evaluation.report, evaluation.written, as_json=as_json)
 
 
 def compare(

@@ -95,10 +95,10 @@ def loss_of_stage(row: dict) -> str:
 
 
 def share(value: float | None) -> str:
-    """Format a share as a percentage, values below 0.1% in scientific notation; a dash for None."""
+    """Format a share as a percentage, values below 0.1% with two significant digits; a dash for None."""
     if value is None:
         return "-"
-    return f"{value:.1%}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
+    return f"{value:.1%}" if abs(value) >= 0.001 or value == 0 else f"{100 * value:.2g}%"
 
 
 def shares_at(ratios: Mapping[str, float] | None, ratio: float) -> str:

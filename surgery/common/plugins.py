@@ -83,6 +83,12 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
                 _tell_once(str(error))
         return entries
 
+    def distribution(self, name: str) -> str | None:
+        """Return name and version of the package that declares a plug-in; None without one."""
+        is_here = name in self._own or name in _registered.get(self._kind, {})
+        dist = None if is_here else _announced(self._kind)[name].dist
+        return f"{dist.name} {dist.version}" if dist else None
+
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys((*self._own, *added(self._kind))))
 

@@ -22,6 +22,8 @@ def of_conversion(report: dict[str, Any]) -> str:
     predicted = report["target"].get("predicted")
     planned = f"; the plan expected {cost(predicted['loss_increase'])}" if predicted else ""
     change = cost(last["loss"] - first["loss"], (first["recall"], last["recall"]))
+    if " at " in kv_part and (length := report["calibration"].get("length")):
+        change += f", measured at {length:,} tokens"
     return f"{kv_part} for {change}{planned}; {where}"
 
 

@@ -16,8 +16,8 @@ from surgery.checkpoint.output_path import refuse_output_inside, working_output
 from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
 from surgery.common.progress import Progress
+from surgery.common.wandb_service import check_wandb
 from surgery.eval.report.document import Report, read_report
-from surgery.eval.report.tracking import require_wandb
 from surgery.evaluation.models import Checkpoint, tokenizer_sha256
 from surgery.evaluation.rows import ModelRow, check_names
 from surgery.evaluation.settings import EvalSettings
@@ -104,6 +104,12 @@ class Prepared:
                 "--overwrite",
             )
 
+    def variants_without(self, report: Report) -> list[str]:
+        """Return the names of cheap baselines that an existing report has and a new one lacks."""
+        names = {row["name"] for row in report["rows"]}
+        old = read_report(self.out)["rows"] if (self.out / "report.json").exists() else []
+        return [row["name"] for row in old if row["role"] == "variant" and row["name"] not in names]
+
 
 def prepare(request: EvaluationRequest, progress: Progress, conversations: Conversations) -> Prepared:
     """Open and hash the models, read the texts and build the tasks, without measuring or writing anything.
@@ -116,7 +122,7 @@ def prepare(request: EvaluationRequest, progress: Progress, conversations: Conve
     """
     settings = request.settings
     if settings.wandb:
-        require_wandb()
+        check_wandb(settings.wandb_mode, "wandb")
     baseline, checkpoints = _open(request, progress)
     rows = [ModelRow(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
     check_names(rows)

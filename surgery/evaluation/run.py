@@ -20,10 +20,12 @@ from surgery.checkpoint.output_path import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration
 from surgery.common.progress import Progress
+from surgery.common.wandb_service import check_wandb
 from surgery.eval.memory import free_memory
 from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.eval.variants.cache_hook import NoVariant
+from surgery.evaluation.kinds import plugin_errors
 from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
 from surgery.evaluation.preparation import EvaluationRequest, Prepared, prepare
 from surgery.evaluation.rows import ModelRow, plan_variants
@@ -67,6 +69,8 @@ def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
         if request.writes and processes.is_main:
             from surgery.evaluation.output import write_report  # imports matplotlib
 
+            if not request.overwrite and (missing := prepared.variants_without(report)):
+                progress.note(f"no longer in the report: {', '.join(missing)}; add them to --variants to keep them")
             paths = write_report(report, prepared.out)
     return Evaluation(report, prepared.out, processes.is_main, paths)
 
@@ -205,12 +209,13 @@ class _RowRunner:
         start = time.perf_counter()
         try:
             reference = self._kept.get(task.name) if self._compares(row, task) else None
-            result = task.run(model, self._session, reference)
+            with plugin_errors(task.name, self._tasks.plugins.get(task.name)):
+                result = task.run(model, self._session, reference)
+                processes.from_main(lambda: _check_finite(row, task.name, result))
         except torch.OutOfMemoryError:
             raise SurgeryError(
                 f"{row.name}, task {task.name}: out of memory; use a smaller --batch-size or --length"
             ) from None
-        processes.from_main(lambda: _check_finite(row, task.name, result))
         entry = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
         if processes.is_main:
             self._store.put(key, entry)
@@ -230,7 +235,8 @@ class _RowRunner:
 
     def _keep(self, model: PreTrainedModel, tasks: Sequence[ComparingTask]) -> None:
         for task in tasks:
-            self._kept[task.name] = task.keep(model, self._session)
+            with plugin_errors(task.name, self._tasks.plugins.get(task.name)):
+                self._kept[task.name] = task.keep(model, self._session)
 
     def _key(self, row: ModelRow, task: Task) -> str:
         settings = self._settings
@@ -247,6 +253,8 @@ class _RowRunner:
             "versions": {name: environment()[name] for name in ("torch", "transformers")},
             "surgery": __version__,
         }
+        if task.name in self._tasks.plugins:  # without the entry for others, so that their keys stay as they were
+            facts["plugin"] = self._tasks.plugins[task.name]
         return key_of(facts)
 
 
@@ -260,6 +268,8 @@ def _check_finite(row: ModelRow, task: str, result: Any) -> None:
 def _opened_store(
     prepared: Prepared, request: EvaluationRequest, stack: ExitStack, note: Callable[[str], None]
 ) -> ResultStore:
+    if request.settings.wandb:
+        check_wandb(request.settings.wandb_mode, "wandb", connect=True)
     store = ResultStore.open(prepared.out)
     stack.enter_context(output_lock(prepared.out))
     if warning := store.go_on(torch.get_num_threads(), restart=request.restart):

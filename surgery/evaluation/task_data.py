@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,11 @@ class TaskData:
         """Token windows of the held-out documents."""
         settings = self.settings
         return held_out_text(self.tokenizer, self.documents, settings.windows, settings.length, settings.seed)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the tokens of all documents and of the windows."""
+        return hashlib.sha256(self.text.ids.numpy().tobytes() + self.text.tokens.numpy().tobytes()).hexdigest()
 
     @property
     def domain(self) -> str:

@@ -13,7 +13,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.session import ProgressLike, Task
 from surgery.eval.tasks.kv_bytes import KVBytesTask
 from surgery.eval.tasks.lm_harness import LmHarnessTask
-from surgery.evaluation.kinds import builder
+from surgery.evaluation.kinds import builder, plugin_errors, plugin_of
 from surgery.evaluation.settings import HARNESS, EvalSettings
 from surgery.evaluation.task_data import TaskData
 
@@ -27,12 +27,14 @@ class Tasks:
         context: context length in tokens of the KV bytes.
         length: tokens per held-out window.
         settings: settings by task name; computed once, since they hash texts and folders.
+        plugins: origins of the tasks that plug-ins add, by task name; see `plugin_of`.
     """
 
     all: tuple[Task, ...]
     context: int
     length: int
     settings: dict[str, dict[str, Any]]
+    plugins: dict[str, str]
 
 
 def build_tasks(
@@ -59,17 +61,27 @@ def build_tasks(
     data = TaskData(settings, tokenizer, limit, conversations)
     context = settings.kv_context or settings.length
     tasks: list[Task] = [KVBytesTask(context)]
+    settings_of, plugins = {}, {}
     for name in settings.tasks:
         if name.startswith(HARNESS):
             include = Path(settings.lm_eval_include) if settings.lm_eval_include else None
             tasks.append(LmHarnessTask(name.removeprefix(HARNESS), include, settings.num_fewshot))
             continue
         try:
-            tasks.append(builder(name)(data))
+            with plugin_errors(name, plugin := plugin_of(name)):
+                task = builder(name)(data)
+                settings_of[task.name] = task.settings()
         except SurgeryError as error:
             # Default tasks that cannot be built are skipped.
             if settings.tasks != EvalSettings.tasks:
                 raise
             progress.note(f"no {name}: {error}")
+            continue
+        tasks.append(task)
+        if plugin is not None:
+            plugins[task.name] = plugin
+            # A plug-in's results depend on the text, whether its author thought of that or not.
+            settings_of[task.name] |= {"text_sha256": data.sha256}
     # The settings of an unknown lm-eval task raise here, before any measurement.
-    return Tasks(tuple(tasks), context, settings.length, {task.name: task.settings() for task in tasks})
+    settings_of = {task.name: settings_of.get(task.name) or task.settings() for task in tasks}
+    return Tasks(tuple(tasks), context, settings.length, settings_of, plugins)

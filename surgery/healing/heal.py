@@ -315,7 +315,9 @@ def _train(
         environment = keeps_freed_memory(environment)
     code = run_interruptible(command, environment)
     if code:
-        raise SurgeryError(f"the training {ended(code)}, see above; run the same command to resume")
+        # A training that reports an error exits with 1; its message has the advice.
+        advice = f"saved steps stay in {work}" if code == 1 else "run the same command to resume"
+        raise SurgeryError(f"the training {ended(code)}, see above; {advice}")
 
 
 def _trained_already(work: Path, settings: HealSettings) -> bool:

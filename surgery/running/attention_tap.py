@@ -118,8 +118,8 @@ def tap_attention(
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    before = [(config, config._attn_implementation) for config in configs.values()]
     try:
+        before = [(config, config._attn_implementation) for config in configs.values()]
         attentions = [layer.self_attn for layer in model.base_model.layers]
         if None in attentions:  # Mamba layers of Granite 4
             raise ValueError("some layers have no attention")

@@ -17,7 +17,7 @@ from surgery.common.progress import Progress
 from surgery.common.temporary import TemporaryFolder
 from surgery.workflow.names import MAKE_CHECKPOINTS, MAKE_PATTERNS, MAKE_PLANS, used
 from surgery.workflow.recipe import Recipe
-from surgery.workflow.steps import Action, Expected, Finished
+from surgery.workflow.steps import Action, Expected, Finished, located
 
 ENDINGS = {**dict.fromkeys(MAKE_PATTERNS, ".safetensors"), **dict.fromkeys(MAKE_PLANS, ".yaml")}
 MOST = ("host", "device", "temporary")
@@ -48,7 +48,8 @@ def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress:
                 expected = _after(unknown)
             else:
                 try:
-                    expected = action.forecast(out, finished, folder / step.name)
+                    with located(recipe.where(step)):
+                        expected = action.forecast(out, finished, folder / step.name)
                 except SurgeryError:
                     outlined = [name for name in earlier if folder in finished.checkpoints.get(name, work).parents]
                     if not outlined:

@@ -37,7 +37,7 @@ from surgery.common.progress import Progress
 from surgery.common.removed import removal
 from surgery.workflow.conversions import convert, plan, slice_
 from surgery.workflow.names import check_names
-from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, pop_required
+from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, located, pop_required
 
 if TYPE_CHECKING:
     from surgery.evaluation.preparation import EvaluationRequest
@@ -77,6 +77,10 @@ class Recipe:
         _check_plain(name, str(path))
         return cls(path, name, steps)
 
+    def where(self, step: Step) -> str:
+        """Return the position of a step, for messages."""
+        return f"{self.path}, step {step.name}"
+
 
 def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
     """Read a recipe and create its actions; settings and names of all steps are checked before the first one runs.
@@ -85,7 +89,7 @@ def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
         SurgeryError: a setting or a name is invalid.
     """
     recipe = Recipe.read(path)
-    ready = [COMMANDS[step.command](step, f"{path}, step {step.name}") for step in recipe.steps]
+    ready = [COMMANDS[step.command](step, recipe.where(step)) for step in recipe.steps]
     check_names(path, recipe.steps)
     return recipe, ready
 
@@ -114,7 +118,7 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
             if processes.is_main:
                 progress.note(f"step {number} of {len(recipe.steps)}: {step.command} {step.name}")
             # A fresh progress: each step's report states the seconds of its own phases.
-            with progress.at(f"step {number} of {len(recipe.steps)}"):
+            with progress.at(f"step {number} of {len(recipe.steps)}"), located(recipe.where(step)):
                 action.do(work / step.name, finished, progress.fresh(), processes)
     return finished
 

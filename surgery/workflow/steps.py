@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,17 @@ class Action:
 
     do: Callable[[Path, Finished, Progress, Processes], None]
     forecast: Callable[[Path, Finished, Path], Expected] | None = None
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Begin the messages of errors in the block with a recipe and a step; their classes and fields stay."""
+    try:
+        yield
+    except SurgeryError as error:
+        if not str(error).startswith(where):
+            error.args = (f"{where}: {error}",)
+        raise
 
 
 def pop_required(settings: dict[str, Any], name: str, where: str) -> Any:

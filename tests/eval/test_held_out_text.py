@@ -39,6 +39,19 @@ def test_documents_are_separated_and_labeled(tokenizer):
     assert built.first(2).tokens.shape == (2, 50) and built.first(None).sha256 == built.sha256 != built.first(2).sha256
 
 
+def test_every_text_has_its_share_of_windows(tokenizer):
+    texts = {"long": "x = 1\n" * 3000, "short": "y = 2\n" * 30, "third": "z = 3\n" * 90}
+    documents = [Document(text, ((0, name),)) for name, text in texts.items()]
+    built = held_out_text(tokenizer, documents, 7, 50, seed=1)
+    assert built.source[:, 1:].unique(dim=1).flatten().tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert built.sources == tuple(texts)
+    with pytest.raises(SurgeryError) as error:
+        held_out_text(tokenizer, documents, 2, 50, seed=1)
+    assert (error.value.setting, error.value.hint) == ("windows", "--windows 3")
+    with pytest.raises(SurgeryError, match="short has"):
+        held_out_text(tokenizer, documents, 7, 500, seed=1)
+
+
 def test_too_little_text_is_refused(tokenizer):
     with pytest.raises(SurgeryError, match="too few"):
         held_out_text(tokenizer, [Document("x = 1\n", ((0, "a"),))], 4, 50, seed=1)

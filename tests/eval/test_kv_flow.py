@@ -3,9 +3,9 @@
 import pytest
 from own_models import KINDS, tiny_source
 
-from surgery.eval.kv_cache import measure_kv
+from surgery.eval.kv_cache import GROWTH_STEPS, measure_kv
 from surgery.eval.kv_flow import causal_entries, measure_footprint, measure_peak
-from surgery.eval.tasks.kv_bytes import CONTEXTS, KVBytesTask, by_context
+from surgery.eval.tasks.kv_bytes import CHUNK, CONTEXTS, KVBytesTask, by_context
 from surgery.eval.variants.sink_window import sink_window
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -52,12 +52,22 @@ class Alone:
         from_main = staticmethod(lambda function: function())
 
 
-def test_the_task_says_what_was_predicted_and_what_was_measured():
-    result = KVBytesTask(40).run(KINDS["hybrid"](tiny_source("llama")), Alone)
-    for name, value in result["predicted"].items():
-        assert result[name] == pytest.approx(value, rel=1e-12), name
+def test_the_task_measures_what_is_predicted():
+    model = KINDS["hybrid"](tiny_source("llama"))
+    result = KVBytesTask(40).run(model, Alone)
+    steps = min(GROWTH_STEPS, 39)
+    prompt = 40 - steps
+    assert result["held_bytes"] == model.kv_cache_bytes(1, 40)
+    assert result["peak_bytes"] == model.kv_peak_bytes(1, prompt, prompt, steps)
+    assert result["chunked_peak_bytes"] == model.kv_peak_bytes(1, prompt, CHUNK, steps)
+    assert result["footprint"] == pytest.approx(model.kv_footprint(prompt, steps), rel=1e-12)
     assert list(result["by_context"]) == [str(tokens) for tokens in CONTEXTS]
-    assert KVBytesTask(40).run(tiny_source("llama"), Alone)["predicted"] is None
+
+
+def test_a_fault_in_a_forward_pass_is_not_hidden(monkeypatch):
+    monkeypatch.setattr("surgery.eval.kv_flow.forward_with_cache", lambda *_: None.shape)
+    with pytest.raises(AttributeError):
+        measure_footprint(tiny_source("llama"), 20, 5)
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])

@@ -85,7 +85,11 @@ def test_a_wrong_cache_shows(checkpoints, tokenizer, text, monkeypatch):
 
     monkeypatch.setattr(DynamicLayer, "update", forgetful)
     result = LossTask(text, decoded=9).run(load(checkpoints("llama")), session(tokenizer, batch_size=2), None)
-    assert result["cached"]["largest_difference"] > 0.01
+    cached = result["cached"]
+    assert cached["largest_difference"] > 0.01
+    # Only the 9 decoded tokens of 39 differ from one forward pass.
+    added = sum(cached["decoded_per_sequence"]) / 5 - cached["decoded_loss_one_forward"]
+    assert added == pytest.approx((cached["loss"] - result["loss"]) * 39 / 9, rel=1e-3)
 
 
 def test_limit_takes_the_first_windows(checkpoints, tokenizer, text):

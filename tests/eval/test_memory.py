@@ -3,7 +3,7 @@ from tiny_models import CONFIGS
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from surgery.eval.memory import OutOfMemory, unless_out_of_memory
+from surgery.eval.memory import OutOfMemory, free_memory, unless_out_of_memory
 from surgery.eval.tensor_bytes import weight_bytes
 
 
@@ -22,6 +22,15 @@ def test_tied_weights_count_once():
 
 def test_weights_are_measured_in_their_own_dtype():
     assert weight_bytes(nn.Linear(8, 4).to(torch.bfloat16)) == (8 * 4 + 4) * 2
+
+
+def test_the_cache_of_any_accelerator_is_emptied(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append("mps"))
+    free_memory()
+    assert emptied == ["mps"]
 
 
 def test_a_real_refusal_of_the_allocator_is_told():

@@ -18,6 +18,7 @@ PICTURE = bytes.fromhex("89504e470d0a1a0a")
 class FakeRun:
     def __init__(self, **arguments):
         self.arguments, self.logged, self.summary = arguments, {}, {}
+        self.offline = arguments["mode"] == "offline"
         self.dir, self.url, self.finished = f"{arguments['dir']}/run/files", "https://wandb.example/run", False
 
     def log(self, values):
@@ -77,14 +78,15 @@ def logged(fake, report, tmp_path_factory):
     return list(fake.runs)
 
 
-def test_a_finished_run_a_row(logged, wandb, report, tmp_path):
+def test_a_finished_run_a_row(logged, wandb, report, tmp_path, monkeypatch):
     assert [run.arguments["name"] for run in logged] == [row["name"] for row in report["rows"]]
     for run in logged:
         inputs = run.arguments
         assert run.finished and (inputs["project"], inputs["mode"], inputs["job_type"]) == ("p", "offline", "eval")
         assert run.logged["needle"].startswith(PICTURE)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert log({"rows": [{"name": "x"}]}, tmp_path, mode="online") == ["https://wandb.example/run"]
-    assert wandb.runs[-1].arguments["mode"] == "online"
+    assert wandb.runs[-1].arguments["mode"] is None  # online, or as WANDB_MODE says
 
 
 def test_what_a_run_holds(logged, report):
@@ -159,13 +161,15 @@ def _once_it_holds(file: Path, expected: bytes) -> bytes:
     raise AssertionError(f"{expected!r} is not in {file.name} after half a minute")
 
 
-def test_the_real_thing_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_the_real_thing_offline(tmp_path, monkeypatch, mode):
+    pytest.importorskip("wandb").teardown()
     monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     report = sample_report(rows=2)
     for row in report["rows"]:
         row["results"] = {name: row["results"][name] for name in ("loss", "needle")}
-    result = log(report, tmp_path)
+    result = log(report, tmp_path, mode=mode)
     assert len(set(result)) == 2
     for number, (folder, row) in enumerate(zip(map(Path, result), report["rows"], strict=True)):
         assert folder.is_relative_to(tmp_path)

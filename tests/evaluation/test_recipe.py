@@ -224,5 +224,11 @@ def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
 def test_a_dry_run_refuses_what_a_step_would_refuse(finished, tmp_path):
     source = str(finished[0].parent / "source")
     path = write(tmp_path, {"slice": {"name": "sliced", "source": source, "kv_ratio": 0.25, **WEIGHTS}})
-    with pytest.raises(SurgeryError, match="slice"):
+    with pytest.raises(SurgeryError, match="slice") as planned:
         plan_recipe(*checked_recipe(path), tmp_path / "work", Progress(silent=True))
+    few = {"windows": 1, "length": 32, "tasks": ["loss"], "data": ["builtin", str(HELD_OUT)], "device": "cpu"}
+    measured = write(tmp_path / "eval", {"eval": {"name": "report", "checkpoints": [source], **few}})
+    with pytest.raises(SurgeryError) as run:
+        run_recipe(measured, tmp_path / "eval" / "work", Progress(silent=True))
+    for error, where in ((planned, f"{path}, step sliced: "), (run, f"{measured}, step report: ")):
+        assert str(error.value).startswith(where) and str(error.value).count("step ") == 1

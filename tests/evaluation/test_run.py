@@ -13,7 +13,9 @@ from processes import Fork
 from tiny_models import DEMO, make_checkpoint
 
 from surgery.calibration.held_out_documents import default_names
+from surgery.common import plugins, wandb_service
 from surgery.common.errors import SurgeryError
+from surgery.common.plugins import Registry
 from surgery.common.progress import Progress
 from surgery.eval.tasks.loss import LossTask
 from surgery.evaluation import rows as model_rows
@@ -254,11 +256,62 @@ def test_a_report_of_more_is_not_replaced_unasked(whole, models):
         run([models[0]], None, out, **CHEAP)
 
 
+def test_cheap_baselines_that_a_report_no_longer_has_are_named(models, tmp_path, capsys):
+    for variants, names in (("fp8,int8", ""), ("int4", "fp8, int8 KV"), ("int8,int4,fp8", "")):
+        settings = EvalSettings(**{**SMALL, "tasks": "loss", "variants": variants})
+        evaluate(EvaluationRequest((), str(models[0]), tmp_path, settings, writes=True), Progress())
+        notes = " ".join(capsys.readouterr().err.split())
+        assert (f"no longer in the report: {names};" in notes) if names else "no longer" not in notes
+
+
 def test_a_missing_wandb_is_told_before_anything_is_measured(models, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SurgeryError, match="needs wandb"):
         run([models[0]], None, tmp_path / "out", wandb="project")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_wandb_that_cannot_start_is_told_before_anything_is_measured(models, tmp_path, monkeypatch):
+    pytest.importorskip("wandb").teardown()
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(wandb_service, "SECONDS", 1)
+    for key, message in (("", "not logged in"), ("0" * 40, "no connection")):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        with pytest.raises(SurgeryError, match=message) as error:
+            run([models[0]], None, tmp_path / "out", wandb="project")
+        assert error.value.setting == "wandb" and not (tmp_path / "out").exists()
+
+
+class Letters:
+    """A plug-in's task whose settings lack the text."""
+
+    name, native, measured = "letters", False, 0
+
+    def settings(self):
+        return {}
+
+    def run(self, model, session, kept):
+        Letters.measured += 1
+        return {"share": session.limit / 0 if session.limit else 0.5}
+
+
+def test_results_of_a_plugin_are_those_of_its_text_and_version(models, tmp_path, monkeypatch):
+    monkeypatch.setitem(plugins._registered, "tasks", {"letters": lambda data: Letters()})
+    (tmp_path / "text.txt").write_text("one two three " * 500)
+    counts, keys = [], []
+    for change in ({}, {}, {"data": str(tmp_path / "text.txt")}, {}):
+        report = run([models[0]], None, tmp_path / "out", tasks="letters", overwrite=True, **change)
+        keys.append(report["tasks"]["letters"]["text_sha256"])
+        counts.append(Letters.measured)
+    assert counts == [1, 1, 2, 2] and keys[0] == keys[1] == keys[3] != keys[2]
+    monkeypatch.setattr(Registry, "distribution", lambda self, name: "letters 1.1")
+    run([models[0]], None, tmp_path / "out", tasks="letters", overwrite=True)
+    assert Letters.measured == 3
+    with pytest.raises(SurgeryError, match=r"task letters of letters 1\.1 failed: ZeroDivisionError") as error:
+        run([models[0]], None, tmp_path / "out", tasks="letters", overwrite=True, limit=1)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
 def test_foreign_folders_are_left_alone(models, tmp_path):

@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_surgery_eval(settings, tmp_path):
     ).report
     results, last = report["rows"][0]["results"], facts["evaluations"][-1]
     assert last["loss"]["loss"] == pytest.approx(results["loss"]["loss"], rel=1e-6)
-    assert last["loss"]["cached_loss"] == pytest.approx(results["loss"]["cached"]["loss"], rel=1e-6)
+    assert last["loss"]["cached_loss"] == pytest.approx(results["loss"]["cached"]["decoded_loss"], rel=1e-6)
     assert last["recall"] == {"accuracy": results["recall"]["accuracy"]}
     for name, arguments in facts["evaluation_settings"].items():  # a report tells the modules of the text apart
         assert {**arguments, "sources": None} == {**report["tasks"][name], "sources": None}

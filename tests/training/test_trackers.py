@@ -127,12 +127,18 @@ def test_wandb_online_without_a_network(settings, monkeypatch, no_models):
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_wandb_without_a_service(settings, tmp_path, monkeypatch, mode):
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_wandb_without_a_service(settings, tmp_path, monkeypatch, mode, by_variable):
     """Use the real package: neither mode needs a login or a network."""
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     # Inputs of jobs that wandb starts itself, for which it imports its launcher and all of its API.
     monkeypatch.setattr("wandb.sdk.wandb_run.Run._detect_and_apply_job_inputs", lambda self: None)
-    values = settings(tracker="wandb", wandb_mode=mode, tracker_folder=str(tmp_path / "kept"))
+    if by_variable:
+        monkeypatch.setenv("WANDB_MODE", mode)
+        wandb.teardown()
+    values = settings(
+        tracker="wandb", wandb_mode="online" if by_variable else mode, tracker_folder=str(tmp_path / "kept")
+    )
     facts = heal_here(values)
     assert (facts["steps"], facts["tracker_failed"]) == (2, None)
     runs = list((tmp_path / "kept").glob("wandb/offline-run-*"))
