@@ -184,6 +184,58 @@ def test_gemma_merges_in_the_order_of_its_tokens(tmp_path, name):
         assert tokenizer.decode(ids[1:]) == text
 
 
+_ = "\u2581"
+SENTENCEPIECE = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<0xC3>",
+        "<0xA9>",
+        _,
+        "a",
+        "b",
+        "c",
+        f"{_}a",
+        "ab",
+        "bc",
+        "<|x|>",
+    ],
+    "tokenizer.ggml.scores": [0.0] * 5 + [-9.0] * 4 + [-3.0, -5.0, -4.0, 0.0],
+    "tokenizer.ggml.token_type": [2, 3, 3, 6, 6, *[1] * 7, 3],
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "starcoder2", "phi3"])
+@pytest.mark.parametrize(
+    ("more", "text", "expected"),
+    [
+        ({}, "abc", ["<s>", f"{_}a", "bc"]),
+        ({}, " a", ["<s>", _, f"{_}a"]),
+        ({}, "<|x|>a<s> b", ["<s>", "<|x|>", f"{_}a", "<s>", _, _, "b"]),
+        ({}, "é", ["<s>", _, "<0xC3>", "<0xA9>"]),
+        ({"add_space_prefix": 0}, "abc", ["<s>", "a", "bc"]),
+        ({"add_space_prefix": 0}, "<|x|>a a", ["<s>", "<|x|>", "a", f"{_}a"]),
+        ({"add_bos_token": 0, "add_eos_token": 1}, "a", [f"{_}a", "</s>"]),
+    ],
+)
+def test_sentencepiece_is_split_as_in_llama_cpp(tmp_path, name, more, text, expected):
+    values = SENTENCEPIECE | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+    tokenizer = tokenizer_of(CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model(name), more=values)))
+    ids = tokenizer(text).input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == expected
+    if "<" not in text:
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_added_tokens_of_phi3_strip_the_spaces_after_them(tmp_path):
+    values = SENTENCEPIECE | {"general.name": "Phi-3-mini", "tokenizer.ggml.add_space_prefix": 0}
+    tokenizer = tokenizer_of(CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("phi3"), more=values)))
+    ids = tokenizer("<|x|>  a<s> a").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "<|x|>", "a", "<s>", f"{_}a"]
+
+
 def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
     model = make_model("llama")
     wavelengths = 2 * np.pi * 10_000.0 ** (np.arange(0, 16, 2) / 16)
@@ -231,6 +283,10 @@ def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
 )
 def test_what_cannot_be_carried_is_refused(tmp_path, more, words):
     refused(write_gguf(tmp_path / "a.gguf", make_model("llama"), more=more), words)
+
+
+def test_sentencepiece_of_a_qwen2_model_is_refused(tmp_path):
+    refused(write_gguf(tmp_path / "a.gguf", make_model("qwen2"), more=SENTENCEPIECE), "'llama' is not supported for")
 
 
 def test_an_unknown_tensor_is_refused(tmp_path):
