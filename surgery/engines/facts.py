@@ -46,7 +46,7 @@ class Facts:
         real_experts: MLA only: whether there are MoE layers; again DeepSeek's models, and conversions of them.
         tied: whether the output head is tied to the embeddings.
         has_legacy_rope_keys: whether RoPE is also given in transformers 4's keys, next to ``rope_parameters``.
-        windowed: whether any layer has a sliding window.
+        windowed: whether any layer has a sliding window; of the source in the custom model class.
         quantized: whether weights are stored quantized, which no trial covers.
         pictures: whether this is a vision-language model; its language model has the cache.
         served: custom model class only: name of its trials in our vLLM plugin.
@@ -96,10 +96,10 @@ class Facts:
             "has_legacy_rope_keys": config == with_legacy_rope_keys(config),
         }
         layers = config["num_hidden_layers"]
-        if family == PICTURES:
-            return cls(**_custom_class_facts(config) | {"not_served": "vision-language models"}, **common)
         if structure == OWN:
-            return cls(**_custom_class_facts(config), **common)
+            pictures = {"not_served": "vision-language models"} if family == PICTURES else {}
+            has_windows = windowed(SimpleNamespace(**config))
+            return cls(**_custom_class_facts(config) | pictures, windowed=has_windows, **common)
         if structure == MLA:
             rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
             kind = rope.get("rope_type", rope.get("type", "default"))
@@ -132,9 +132,10 @@ class Facts:
         return self.structure
 
     def again(self, flags: str) -> str | None:
-        """Return the conversion of the source that an engine may load; None if the source is MLA or not in PLAIN."""
+        """Return the conversion that an engine may load; None if the source is MLA, has windows or is not PLAIN."""
         stock = self.structure == MLA and not self.real_experts
-        return f"convert --to mla {flags}" if stock or (self.structure == OWN and self.base in PLAIN) else None
+        plain = self.structure == OWN and self.base in PLAIN and not self.windowed
+        return f"convert --to mla {flags}" if stock or plain else None
 
     def again_for(self, engine: str, with_biases: str | None = None) -> str | None:
         """Return the conversion by ``--engine``; by flag ``with_biases`` for biases, which mostly are the source's."""

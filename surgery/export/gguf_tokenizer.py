@@ -6,17 +6,15 @@ patterns are refused. A GGUF file of the source model contains the right name.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.disk import read_json_or_empty
-from surgery.checkpoint.gguf_tokenizer import SPLITS
+from surgery.checkpoint.disk import read_json, read_json_or_empty
+from surgery.checkpoint.gguf_tokenizer import pre_tokenizer_name
 from surgery.common.errors import SurgeryError
 
-OTHERWISE = "pass a GGUF file of the source model by --tokenizer-from FILE"
 SPECIAL = ("bos", "eos", "unk", "pad")
 # gguf's TokenType.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -65,12 +63,10 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         SurgeryError: there is no such tokenizer, or llama.cpp has no known pre-tokenizer that splits text equally.
     """
     kinds = import_module("gguf").GGUFValueType
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise SurgeryError.at(folder, f"has no tokenizer.json; {OTHERWISE}")
-    document = json.loads(path.read_text(encoding="utf-8"))
+    path, pre = folder / "tokenizer.json", pre_tokenizer_name(folder)
+    document = read_json(path)
     settings = read_json_or_empty(folder / "tokenizer_config.json")
-    pre, model = _pre_tokenizer(path, document), document["model"]
+    model = document["model"]
     tokens, types = _tokens(path, document, config["vocab_size"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     keys = {
@@ -95,30 +91,6 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     if template:
         keys["tokenizer.chat_template"] = (template, kinds.STRING, None)
     return Tokenizer(keys, f"tokenizer of tokenizer.json, split as {pre}")
-
-
-def _pre_tokenizer(path: Path, document: dict[str, Any]) -> str:
-    """Return llama.cpp's name of the pre-tokenizer."""
-    model, pre = document["model"], document.get("pre_tokenizer") or {}
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise SurgeryError.at(path, f"not a byte-level BPE tokenizer; {OTHERWISE}")
-    steps = pre.get("pretokenizers", [pre])
-    normalizer = (document.get("normalizer") or {}).get("type")
-    shape = tuple(step.get("type") for step in steps)
-    last = steps[-1]
-    name = None
-    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        whole = last.get("use_regex", True)
-        if shape == ("ByteLevel",) and whole:
-            name = "gpt-2"
-        elif shape == ("Digits", "ByteLevel") and whole and steps[0].get("individual_digits"):
-            name = "smollm"
-        elif shape == ("Split", "ByteLevel") and not whole:
-            pattern = steps[0].get("pattern", {}).get("Regex")
-            name = next((name for name, split in SPLITS.items() if split == pattern), None)
-    if name is None or normalizer not in ((None, "NFC") if name == "qwen2" else (None,)):
-        raise SurgeryError.at(path, f"llama.cpp has no known pre-tokenizer that splits text this way; {OTHERWISE}")
-    return name
 
 
 def _tokens(path: Path, document: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:

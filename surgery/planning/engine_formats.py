@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
 from surgery.engines.cache_formats import TENSORRT_LLM, CacheFormat, cache_formats
-from surgery.engines.table import ASKED, verdicts
+from surgery.engines.table import ASKED, verdicts_on
 from surgery.engines.verdict import REFUSED
 from surgery.eval.variants.cache_hook import bytes_of, refusals, windows_of, with_sliding_windows
 from surgery.eval.variants.coded_cache import CodedLayer, Exact
@@ -201,7 +201,7 @@ def _server(opened: Source, engine: str, called: str) -> str:
         raise SurgeryError("cache formats are simulated for keys and values of heads; MLA latents are not supported")
     if engine == TENSORRT_LLM:
         return f"trtllm-serve {called}"
-    verdict = next(each for each in verdicts(config, called) if each.engine in ASKED[engine])
+    verdict = next(each for each in verdicts_on(opened.reader, called) if each.engine in ASKED[engine])
     if verdict.status == REFUSED or verdict.command is None:
         raise SurgeryError(f"{verdict.engine} does not load the source, {verdict.reason}")
     return verdict.command
