@@ -10,7 +10,7 @@ from config_files import edit_config
 from conversions import convert_checkpoint
 from gguf_files import make_model, write_gguf
 from tiny_models import CONFIGS, LLAMA3_ROPE, SHAPE, make_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
@@ -298,6 +298,30 @@ def test_scaling_that_an_export_cannot_write_is_refused_before_it(checkpoints, t
 def test_doctor_speaks_of_the_demo(checkpoints, monkeypatch, capsys):
     code, out, _ = run_main(monkeypatch, capsys, "doctor", str(checkpoints("llama")), "--json")
     assert code == 0 and json.loads(out)["kind"] == "llama"
+
+
+def test_a_tokenizer_is_copied_from_a_gguf_file_of_the_same_tokens(checkpoints, tmp_path):
+    source, out = checkpoints("llama"), tmp_path / "out.gguf"
+    model = make_model("llama")
+    other = write_gguf(tmp_path / "other.gguf", model, tokenizer=True)
+    copied = CheckpointReader.open(export_checkpoint(source, "llama.cpp", out, tokenizer_from=other).path)
+    ids = [AutoTokenizer.from_pretrained(path)("def f(x):").input_ids for path in (copied.path, source)]
+    assert ids[0] == ids[1]
+    content = other.read_bytes()
+    tokens = [f"token {number}" for number in range(4096)]
+    refused = {
+        "no tokens": lambda: write_gguf(other, model),
+        "fewer tokens": lambda: write_gguf(other, model, more={"tokenizer.ggml.tokens": tokens[1:]}),
+        "other tokens": lambda: write_gguf(other, model, more={"tokenizer.ggml.tokens": tokens}),
+        "truncated": lambda: other.write_bytes(content[:2000]),
+        "not GGUF": lambda: other.write_bytes(b"x" * 100),
+    }
+    for name, write in refused.items():
+        write()
+        with pytest.raises(SurgeryError) as error:
+            export_checkpoint(source, "llama.cpp", out, tokenizer_from=other, overwrite=True)
+        assert error.value.path == other
+        assert error.value.setting == (None if name in ("truncated", "not GGUF") else "tokenizer_from")
 
 
 @pytest.mark.parametrize(("name", "message"), [("qwen2", "cannot be exported"), ("mistral_window", "sliding windows")])

@@ -89,7 +89,7 @@ def export_checkpoint(
     out = _output(checkpoint, out, overwrite=overwrite)
     vocabulary = reader.config["vocab_size"]
     tokenizer = (
-        copied_tokenizer(Path(tokenizer_from), vocabulary)
+        copied_tokenizer(Path(tokenizer_from), reader.path, vocabulary)
         if tokenizer_from
         else read_tokenizer(reader.path, reader.config)
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.disk import read_json, read_json_or_empty
+from surgery.checkpoint.gguf_header import read_gguf_header
 from surgery.checkpoint.gguf_tokenizer import pre_tokenizer_name
 from surgery.common.errors import SurgeryError
 
@@ -33,27 +34,50 @@ class Tokenizer:
             writer.add_key_value(key, value, kind, sub_type=items)
 
 
-def copied_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
-    """Copy the tokenizer of another GGUF file with the same number of tokens.
+def copied_tokenizer(path: Path, folder: Path, vocabulary: int) -> Tokenizer:
+    """Copy the tokenizer of another GGUF file with the tokens of a checkpoint.
+
+    Args:
+        folder: the checkpoint's folder. Without tokenizer.json only the number of tokens is compared.
+        vocabulary: number of tokens of the checkpoint.
 
     Raises:
-        SurgeryError: the file cannot be read, or its vocabulary has another size.
+        SurgeryError: the file cannot be read, or its tokens are others.
     """
-    gguf = import_module("gguf")
-    try:
-        fields = gguf.GGUFReader(path).fields
-    except (OSError, ValueError) as error:
-        raise SurgeryError.at(path, f"cannot be read as GGUF: {error}") from None
-    copied = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
-    tokens = copied.get("tokenizer.ggml.tokens")
-    if tokens is None or len(tokens.data) != vocabulary:
-        has = "none" if tokens is None else f"{len(tokens.data):,}"
-        raise SurgeryError.at(path, f"has {has} tokens, the checkpoint {vocabulary:,}; pass a GGUF file of its source")
+    tokens = read_gguf_header(path).metadata.get("tokenizer.ggml.tokens") or []
+    if len(tokens) != vocabulary:
+        raise _other_tokens(path, f"has {len(tokens):,} tokens, the checkpoint {vocabulary:,}")
+    expected = _vocabulary(read_json_or_empty(folder / "tokenizer.json"), vocabulary)
+    differing = [number for number, token in expected.items() if _plain(tokens[number]) != _plain(token)]
+    # Converters respell a few tokens.
+    if len(differing) > len(expected) / 100:
+        number = differing[0]
+        raise _other_tokens(path, f"token {number} is {tokens[number]!r}, the checkpoint's is {expected[number]!r}")
+    fields = import_module("gguf").GGUFReader(path).fields
     keys = {
         name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-        for name, field in copied.items()
+        for name, field in fields.items()
+        if name.startswith("tokenizer.")
     }
     return Tokenizer(keys, f"tokenizer of {path.name}")
+
+
+def _other_tokens(path: Path, reason: str) -> SurgeryError:
+    return SurgeryError.at(path, f"{reason}; pass a GGUF file of its source", setting="tokenizer_from")
+
+
+def _vocabulary(document: dict[str, Any], size: int) -> dict[int, str]:
+    """Return the first ``size`` tokens by id of a tokenizer.json, without added tokens; empty if it has none."""
+    vocab = document.get("model", {}).get("vocab", {})
+    if isinstance(vocab, list):  # Unigram: pairs of token and score
+        vocab = {pair[0]: number for number, pair in enumerate(vocab)}
+    added = {token["id"] for token in document.get("added_tokens", [])}
+    return {number: token for token, number in vocab.items() if number < size and number not in added}
+
+
+def _plain(token: str) -> str:
+    """Spell spaces alike: converters write some as the SentencePiece space symbol."""
+    return token.replace("\u2581", " ")
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
