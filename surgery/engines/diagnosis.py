@@ -45,4 +45,4 @@ def diagnose(checkpoint: str | Path) -> Diagnosis:
         answers = tuple(verdicts_on(reader, str(checkpoint)))
         return Diagnosis(str(checkpoint), Facts.of(reader.config), answers, tuple(ruinous_formats(opened)))
     except KeyError as error:
-        raise SurgeryError.at(reader.path, f"config.json: {error} is missing") from None
+        raise SurgeryError.at(reader.source, f"config.json: {error} is missing") from None

@@ -68,7 +68,7 @@ def export_checkpoint(
         out: file to write; default: the checkpoint's name with ".gguf" appended, next to it.
         weights: type of the large tensors, one of WEIGHTS. Vectors are float32; projections to latents too small for
             f16 are bf16 or f32.
-        tokenizer_from: a GGUF file whose tokenizer is copied; None: the checkpoint's tokenizer.json.
+        tokenizer_from: a GGUF file whose tokenizer is copied; None: the checkpoint's own tokenizer.
         overwrite: replace an existing file.
 
     Raises:
@@ -84,10 +84,12 @@ def export_checkpoint(
     reader = open_source(checkpoint)
     reason = obstacle(Facts.of(reader.config))
     if reason:
-        raise SurgeryError.at(reader.path, f"llama.cpp does not support it: {reason}")
+        raise SurgeryError.at(reader.source, f"llama.cpp does not support it: {reason}")
     model = GGUFModel.of(reader)
     out = _output(checkpoint, out, overwrite=overwrite)
     vocabulary = reader.config["vocab_size"]
+    if tokenizer_from is None and reader.source.is_file():
+        tokenizer_from = reader.source
     tokenizer = (
         copied_tokenizer(Path(tokenizer_from), reader.path, vocabulary)
         if tokenizer_from

@@ -68,9 +68,9 @@ class GGUFModel:
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
             choices = ", ".join(ARCHITECTURES)
-            raise SurgeryError.at(reader.path, f"model_type {kind!r} cannot be exported (supported: {choices})")
+            raise SurgeryError.at(reader.source, f"model_type {kind!r} cannot be exported (supported: {choices})")
         if config.get("mlp_bias"):
-            raise SurgeryError.at(reader.path, "feed-forward layers with biases cannot be exported")
+            raise SurgeryError.at(reader.source, "feed-forward layers with biases cannot be exported")
         list(model.tensors())
         return model
 
@@ -185,7 +185,7 @@ class GGUFModel:
         if match is None:
             stem, _, kind = name.rpartition(".")
             if stem not in NAMES:
-                raise SurgeryError.at(self.reader.path, f"llama.cpp's {self.architecture} has no tensor for {name}")
+                raise SurgeryError.at(self.reader.source, f"llama.cpp's {self.architecture} has no tensor for {name}")
             yield GGUFTensor(f"{NAMES[stem]}.{kind}", tuple(info.shape), info.dtype, read)
             return
         layer, part, kind = int(match[1]), match[2], match[3]
@@ -193,7 +193,7 @@ class GGUFModel:
             yield from self._split_up(layer, info.dtype, read)
             return
         if part not in LAYER_NAMES:
-            raise SurgeryError.at(self.reader.path, f"llama.cpp's {self.architecture} has no tensor for {name}")
+            raise SurgeryError.at(self.reader.source, f"llama.cpp's {self.architecture} has no tensor for {name}")
         if self.architecture != "deepseek2" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             read = partial(self._adjacent_pairs, read)
         new = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"

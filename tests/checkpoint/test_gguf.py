@@ -1,7 +1,9 @@
 """GGUF files as checkpoints: the same numbers as transformers' own loader, read lazily, or refused in one line."""
 
+import errno
 import os
 import sys
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -13,7 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader, location, stores
 from surgery.common.errors import SurgeryError
+from surgery.common.temporary import OTHER_TEMPORARY
+from surgery.export import export_checkpoint
+from surgery.healing.convert_and_heal import plan_both
 from surgery.running.models import tokenizer_of
+from surgery.running.source import Source
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.request import ConversionRequest
 
 TOKENS = torch.arange(3, 67)[None] * 61 % 4096
 KINDS = {"Q8_0": torch.bfloat16, "Q4_1": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -313,6 +321,8 @@ def test_damage(tmp_path):
 def test_a_folder_of_one_file(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"))
     assert CheckpointReader.open(tmp_path).source == path
+    (tmp_path / "config.json").write_text("{}")  # as in repositories of GGUF files
+    assert CheckpointReader.open(tmp_path).source == path
     write_gguf(tmp_path / "b.gguf", make_model("llama"))
     refused(tmp_path, "contains 2 GGUF files (a.gguf, ...); pass one of them")
 
@@ -362,6 +372,52 @@ def test_a_file_without_a_tokenizer_is_named(tmp_path):
     reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama")))
     with pytest.raises(SurgeryError, match=r"a\.gguf: contains no tokenizer; use --calibration none"):
         tokenizer_of(reader, remedy="use --calibration none")
+    with pytest.raises(SurgeryError) as error:
+        export_checkpoint(reader.source, "llama.cpp")
+    assert (error.value.path, error.value.setting) == (reader.source, "tokenizer_from")
+
+
+def without(reader: CheckpointReader, name: str) -> CheckpointReader:
+    return reader.corrected({each: value for each, value in reader.config.items() if each != name})
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        lambda reader: reader.tensor("missing"),
+        lambda reader: export_checkpoint(reader.source, "llama.cpp"),
+        lambda reader: Source.of(without(reader, "vocab_size"), SimpleNamespace(device="cpu", dtype="float32")),
+        lambda reader: plan_both(ConversionRequest(reader.source, None, KVHeadsSettings(calibration="none")), {}),
+    ],
+)
+def test_errors_name_the_file_and_no_temporary_folder(tmp_path, refusal):
+    reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("qwen2")))
+    with pytest.raises(SurgeryError) as error:
+        refusal(reader)
+    assert str(error.value).startswith(str(reader.source))
+
+
+def full(*args, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("tempfile", "mkdtemp"), ("pathlib", "Path.write_text"), ("tempfile", "gettempdir")]
+)
+def test_a_full_disk_for_temporary_files_says_so(tmp_path, monkeypatch, module, name):
+    path = write_gguf(tmp_path / "a.gguf", make_model("llama"), tokenizer=True)
+    monkeypatch.setattr(f"{module}.{name}", full)
+    with pytest.raises(SurgeryError) as error:
+        CheckpointReader.open(path)
+    assert error.value.hint == OTHER_TEMPORARY
+
+
+def test_a_copy_without_space_says_where_temporary_files_go(tmp_path, monkeypatch):
+    reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama")))
+    monkeypatch.setattr("surgery.checkpoint.staging.free_bytes", lambda path: 0)
+    with pytest.raises(SurgeryError) as error:
+        reader.model_folder()
+    assert error.value.hint == OTHER_TEMPORARY
 
 
 def test_without_the_package(tmp_path, monkeypatch):
