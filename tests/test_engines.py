@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.console.engines import show_commands
+from surgery.console.page import new_page
 from surgery.engines.diagnosis import diagnose
 from surgery.engines.facts import Facts
 from surgery.engines.limits import mla_limits
@@ -263,6 +265,20 @@ def test_commands_quote_paths_for_the_shell_and_name_what_the_tokenizer_needs(ch
         changed = {**document, "model": document["model"] | damage}
         (path / "tokenizer.json").write_text(json.dumps(changed))
         assert commands_of(path)["llama.cpp"][1] == f"{export} --tokenizer-from SOURCE.gguf && {serve}"
+
+
+def test_printed_commands_quote_paths_for_the_shell(checkpoints, tmp_path, monkeypatch, capsys):
+    shutil.copytree(checkpoints("llama"), tmp_path / "my model")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run_main(monkeypatch, capsys, "inspect", "my model")
+    assert code == 0 and "surgery plan 'my model' --kv-ratio" in out and "convert 'my model' --to" in out
+    show_commands(new_page(), engine_table(LLAMA), tmp_path / "my model")
+    lines = capsys.readouterr().out.splitlines()
+    assert f'transformers: AutoModelForCausalLM.from_pretrained("{tmp_path}/my model", dtype="auto")' in lines
+    assert "vLLM on CUDA: vllm serve 'my model'" in lines
+    assert "llama.cpp: surgery export 'my model' --engine llama.cpp && llama-server -m 'my model'.gguf" in lines
+    exported = export_checkpoint("my model", "llama.cpp")
+    assert exported.command == f"llama-server -m '{tmp_path}/my model.gguf'"
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def export_checkpoint(
             _write_tensors(gguf, writer, list(model.tensors()), weights)
         finally:
             writer.close()
-    command = f"llama-server -m {out}"
+    command = f"llama-server -m {shlex.quote(str(out))}"
     return Exported(out, model.architecture, weights, out.stat().st_size, tokenizer.origin, command)
 
 

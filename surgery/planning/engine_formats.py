@@ -6,6 +6,7 @@ conversions. These formats quantize tokens before attention reads them, so one f
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -200,7 +201,7 @@ def _server(opened: Source, engine: str, called: str) -> str:
     if config["model_type"] in LATENT_FAMILIES:
         raise SurgeryError("cache formats are simulated for keys and values of heads; MLA latents are not supported")
     if engine == TENSORRT_LLM:
-        return f"trtllm-serve {called}"
+        return f"trtllm-serve {shlex.quote(called)}"
     verdict = next(each for each in verdicts_on(opened.reader, called) if each.engine in ASKED[engine])
     if verdict.status == REFUSED or verdict.command is None:
         raise SurgeryError(f"{verdict.engine} does not load the source, {verdict.reason}")
