@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.checkpoint.disk import read_json
+from surgery.checkpoint.disk import read_json_or_empty
 from surgery.common.errors import SurgeryError
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED, _CAPITALS = rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWER}*"
 _THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _ONE_DIGIT = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
-_TOKENIZER_FROM = "pass a GGUF file of the source model by --tokenizer-from FILE"
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 # Pre-tokenization pattern by ``tokenizer.ggml.pre``; from the source of llama.cpp's llama-vocab.cpp, not verified by
 # running it.
@@ -209,36 +208,24 @@ def _context(metadata: dict[str, Any]) -> int:
     return int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 2048))
 
 
-def pre_tokenizer_name(folder: Path) -> str:
-    """Return llama.cpp's name of the pre-tokenizer in a folder's tokenizer.json.
+def pre_tokenizer_name(folder: Path) -> str | None:
+    """Return llama.cpp's name of the splitting in a folder's tokenizer.json.
 
-    Raises:
-        SurgeryError: there is no such file, it is not a byte-level BPE, or llama.cpp has no name for its splitting.
+    None if it has no such name, or if there is no such file with a byte-level BPE.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise SurgeryError.at(folder, f"has no tokenizer.json; {_TOKENIZER_FROM}")
     try:
-        name = _split_name(read_json(path))
-    except (AttributeError, LookupError, TypeError):  # damaged
-        name = None
-    if name is None:
-        raise SurgeryError.at(
-            path, f"llama.cpp has no known pre-tokenizer that splits text this way; {_TOKENIZER_FROM}"
-        )
-    return name
-
-
-def _split_name(document: dict[str, Any]) -> str | None:
-    """Return the name of the splitting of a byte-level BPE; None if llama.cpp has none."""
-    model, pre = document["model"], document.get("pre_tokenizer") or {}
-    steps = pre.get("pretokenizers", [pre])
-    last, name = steps[-1], None
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        return None
-    shape = tuple(step.get("type") for step in steps)
-    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        whole = last.get("use_regex", True)
+        document = read_json_or_empty(folder / "tokenizer.json")
+        model, pre = document["model"], document.get("pre_tokenizer") or {}
+        steps = pre.get("pretokenizers", [pre])
+        shape, last = tuple(step.get("type") for step in steps), steps[-1]
+        if (
+            model["type"] != "BPE"
+            or model.get("byte_fallback")
+            or shape[-1] != "ByteLevel"
+            or last.get("add_prefix_space")
+        ):
+            return None
+        whole, name = last.get("use_regex", True), None
         if shape == ("ByteLevel",) and whole:
             name = "gpt-2"
         elif shape == ("Digits", "ByteLevel") and whole and steps[0].get("individual_digits"):
@@ -246,5 +233,7 @@ def _split_name(document: dict[str, Any]) -> str | None:
         elif shape == ("Split", "ByteLevel") and not whole:
             pattern = steps[0].get("pattern", {}).get("Regex")
             name = next((name for name, split in SPLITS.items() if split == pattern), None)
-    normalizer = (document.get("normalizer") or {}).get("type")
+        normalizer = (document.get("normalizer") or {}).get("type")
+    except (SurgeryError, AttributeError, LookupError, TypeError):  # damaged
+        return None
     return name if normalizer is None or (name, normalizer) == ("qwen2", "NFC") else None

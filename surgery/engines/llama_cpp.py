@@ -7,7 +7,6 @@ from pathlib import Path
 
 from surgery.checkpoint.gguf_tokenizer import pre_tokenizer_name
 from surgery.checkpoint.named_models import name_of
-from surgery.common.errors import SurgeryError
 from surgery.engines.facts import DECILM, MLA, OWN, Facts
 from surgery.engines.trials import LLAMA_CPP
 from surgery.engines.verdict import LOADS_WITH, NOT_TRIED, REFUSED, Verdict
@@ -55,17 +54,9 @@ def verdict(facts: Facts, path: str, folder: Path | None = None) -> Verdict:
         return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason)
     called = name_of(path)
     stem = path if called == path else Path(path).name  # a model of this package exports to the working folder
-    option = "" if folder is None or _has_exportable_tokenizer(folder) else " --tokenizer-from SOURCE.gguf"
+    option = "" if folder is None or pre_tokenizer_name(folder) else " --tokenizer-from SOURCE.gguf"
     command = f"surgery export {shlex.quote(called)} --engine llama.cpp{option}"
     command += f" && llama-server -m {shlex.quote(f'{stem}.gguf')}"
     if facts.kind not in LLAMA_CPP.kinds or facts.rope in UNTRIED_ROPE_TYPES:
         return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test covers this kind of checkpoint")
     return Verdict(**fields, status=LOADS_WITH, command=command, reason=f"ran in llama.cpp {LLAMA_CPP}")
-
-
-def _has_exportable_tokenizer(folder: Path) -> bool:
-    try:
-        pre_tokenizer_name(folder)
-    except SurgeryError:
-        return False
-    return True
