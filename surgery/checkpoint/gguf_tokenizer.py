@@ -126,7 +126,7 @@ def _files(path: Path, metadata: dict[str, Any], build: Callable) -> dict[str, s
         **special_tokens,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": _context(metadata),
+        "model_max_length": int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 2048)),
     }
     return {
         "tokenizer.json": tokenizer.to_str(pretty=True),
@@ -202,10 +202,6 @@ def _pre_tokenizer(path: Path, cut: str | None):
         f"pre-tokenizer {cut!r} ({_CUT}) is not supported (supported: {choices}); "
         "use the Hugging Face checkpoint instead",
     )
-
-
-def _context(metadata: dict[str, Any]) -> int:
-    return int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 2048))
 
 
 def pre_tokenizer_name(folder: Path) -> str | None:
