@@ -17,6 +17,8 @@ import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
+from surgery.common.errors import SurgeryError
+
 GROUP, PLUGIN = "vllm.general_plugins", "model_surgery"
 # Last line of a traceback, or pydantic's message below it, after a process name and a logger's prefix. "Engine core
 # initialization failed" and a count of validation errors are no causes.
@@ -27,7 +29,7 @@ CAUSE = re.compile(
 )
 
 
-class Refused(Exception):
+class Refused(SurgeryError):
     """Raised with the reason why vLLM was not started."""
 
 
@@ -44,8 +46,10 @@ def check(model: str, host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            raise Refused(f"port {port} of {host or 'this machine'}: {error.strerror}; choose another --port") from None
+        except (OSError, OverflowError) as error:
+            setting = "host" if isinstance(error, socket.gaierror) else "port"
+            reason = f"port {port} of {host or 'this machine'}: {getattr(error, 'strerror', None) or error}"
+            raise Refused(f"{reason}; choose another --{setting}", setting=setting) from None
 
 
 def _check_config(model: str) -> None:

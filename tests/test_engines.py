@@ -1,17 +1,22 @@
 """Engines: the table of what they load, and conversions that respect their limits."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from command_line import run_main
 from config_files import edit_config
 from conversions import convert_checkpoint
+from gguf_files import make_model, write_gguf
 from tiny_models import CONFIGS, LLAMA3_ROPE, SHAPE, make_checkpoint
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
+from surgery.console.engines import show_commands
+from surgery.console.page import new_page
+from surgery.engines.diagnosis import diagnose
 from surgery.engines.facts import Facts
 from surgery.engines.limits import mla_limits
 from surgery.engines.table import engine_table, refuse_unless_loadable
@@ -165,6 +170,13 @@ def test_what_the_plugin_does_not_serve_is_refused_by_name():
             assert refused["cache_bytes_per_token"] is None
 
 
+@pytest.mark.parametrize("engine", ["SGLang", "llama.cpp", "mlx-lm"])
+def test_mla_is_no_remedy_for_sources_with_windows(engine):
+    config = {**OWN, "base_model_type": "mistral", "sliding_window": 16}
+    assert verdict_of({**config, "max_position_embeddings": 64}, engine)["remedy"] is None
+    assert verdict_of({**config, "max_position_embeddings": 16}, engine)["remedy"].startswith("convert --to mla")
+
+
 def test_limits():
     assert mla_limits("vllm", 64, 64).head_sizes == (64, 64, 128)
     assert mla_limits("vllm", 96, 96).head_sizes == mla_limits("all", 128, 128).head_sizes == (128, 64, 128)
@@ -221,9 +233,111 @@ def test_fewer_heads_say_how_they_rotate_where_mlx_looks(checkpoints, tmp_path):
     assert loaded == before
 
 
+def commands_of(path) -> dict[str, tuple[str, str | None]]:
+    return {verdict.engine: (verdict.status, verdict.command) for verdict in diagnose(path).verdicts}
+
+
+@pytest.mark.parametrize(("name", "kind", "status"), [("llama", "F32", LOADS_WITH), ("qwen2", "Q8_0", NOT_TRIED)])
+def test_commands_for_a_gguf_file_name_what_reads_it(name, kind, status, tmp_path):
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    path = write_gguf(folder / "a.gguf", make_model(name), kind)
+    python = f'AutoModelForCausalLM.from_pretrained("{folder}", gguf_file="a.gguf", dtype="auto")'
+    for source in (path, folder):
+        rows = commands_of(source)
+        assert rows.pop("llama.cpp") == (status, f"llama-server -m '{path}'")
+        assert rows.pop("transformers") == (NOT_TRIED, python)
+        assert set(rows.values()) == {(NOT_TRIED, None)}
+    AutoModelForCausalLM.from_pretrained(folder, gguf_file="a.gguf", dtype="auto")
+
+
+def test_commands_quote_paths_for_the_shell_and_name_what_the_tokenizer_needs(checkpoints, tmp_path):
+    path = tmp_path / "my model"
+    shutil.copytree(checkpoints("llama"), path)
+    export = f"surgery export '{path}' --engine llama.cpp"
+    serve = f"llama-server -m '{path}.gguf'"
+    rows = commands_of(path)
+    assert rows["llama.cpp"][1] == f"{export} && {serve}"
+    assert rows["vLLM on CUDA"][1] == f"vllm serve '{path}'"
+    assert rows["transformers"][1] == f'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto")'
+    document = json.loads((path / "tokenizer.json").read_text())
+    for damage in ({"byte_fallback": True}, {"type": "Unigram"}, {"type": None}):
+        changed = {**document, "model": document["model"] | damage}
+        (path / "tokenizer.json").write_text(json.dumps(changed))
+        assert commands_of(path)["llama.cpp"][1] == f"{export} --tokenizer-from SOURCE.gguf && {serve}"
+
+
+def test_printed_commands_quote_paths_for_the_shell(checkpoints, tmp_path, monkeypatch, capsys):
+    shutil.copytree(checkpoints("llama"), tmp_path / "my model")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run_main(monkeypatch, capsys, "inspect", "my model")
+    assert code == 0 and "surgery plan 'my model' --kv-ratio" in out and "convert 'my model' --to" in out
+    show_commands(new_page(), engine_table(LLAMA), tmp_path / "my model")
+    lines = capsys.readouterr().out.splitlines()
+    assert f'transformers: AutoModelForCausalLM.from_pretrained("{tmp_path}/my model", dtype="auto")' in lines
+    assert "vLLM on CUDA: vllm serve 'my model'" in lines
+    assert "llama.cpp: surgery export 'my model' --engine llama.cpp && llama-server -m 'my model'.gguf" in lines
+    exported = export_checkpoint("my model", "llama.cpp")
+    assert exported.command == f"llama-server -m '{tmp_path}/my model.gguf'"
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("rope", "added"),
+    [(LINEAR, {}), (YARN, {"beta_fast": 32.0, "beta_slow": 1.0}), (YARN | {"beta_fast": 16.0}, {"beta_slow": 1.0})],
+)
+def test_linear_and_yarn_scaling_are_exported(rope, added, checkpoints, tmp_path):
+    path = tmp_path / "ckpt"
+    shutil.copytree(checkpoints("llama"), path)
+    edit_config(path, rope_parameters=rope)
+    assert commands_of(path)["llama.cpp"][0] == NOT_TRIED
+    exported = CheckpointReader.open(export_checkpoint(path, "llama.cpp", weights="f32").path)
+    assert exported.config["rope_parameters"] == added | rope
+    source, name = CheckpointReader.open(path), "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(exported.tensor(name), source.tensor(name))
+
+
+def test_scaling_that_an_export_cannot_write_is_refused_before_it(checkpoints, tmp_path):
+    path = tmp_path / "ckpt"
+    shutil.copytree(checkpoints("llama"), path)
+    for rope in ({**YARN, "attention_factor": 1.0}, {**LINEAR, "rope_type": "dynamic"}):
+        edit_config(path, rope_parameters=rope)
+        assert commands_of(path)["llama.cpp"] == (REFUSED, None)
+        with pytest.raises(SurgeryError) as error:
+            export_checkpoint(path, "llama.cpp")
+        assert error.value.path == path
+
+
 def test_doctor_speaks_of_the_demo(checkpoints, monkeypatch, capsys):
     code, out, _ = run_main(monkeypatch, capsys, "doctor", str(checkpoints("llama")), "--json")
     assert code == 0 and json.loads(out)["kind"] == "llama"
+
+
+def test_a_tokenizer_is_copied_from_a_gguf_file_of_the_same_tokens(checkpoints, tmp_path):
+    source, out = checkpoints("llama"), tmp_path / "out.gguf"
+    model = make_model("llama")
+    other = write_gguf(tmp_path / "other.gguf", model, tokenizer=True)
+    copied = CheckpointReader.open(export_checkpoint(source, "llama.cpp", out, tokenizer_from=other).path)
+    ids = [AutoTokenizer.from_pretrained(path)("def f(x):").input_ids for path in (copied.path, source)]
+    assert ids[0] == ids[1]
+    content = other.read_bytes()
+    tokens = [f"token {number}" for number in range(4096)]
+    refused = {
+        "no tokens": lambda: write_gguf(other, model),
+        "fewer tokens": lambda: write_gguf(other, model, more={"tokenizer.ggml.tokens": tokens[1:]}),
+        "other tokens": lambda: write_gguf(other, model, more={"tokenizer.ggml.tokens": tokens}),
+        "truncated": lambda: other.write_bytes(content[:2000]),
+        "not GGUF": lambda: other.write_bytes(b"x" * 100),
+    }
+    for name, write in refused.items():
+        write()
+        with pytest.raises(SurgeryError) as error:
+            export_checkpoint(source, "llama.cpp", out, tokenizer_from=other, overwrite=True)
+        assert error.value.path == other
+        assert error.value.setting == (None if name in ("truncated", "not GGUF") else "tokenizer_from")
 
 
 @pytest.mark.parametrize(("name", "message"), [("qwen2", "cannot be exported"), ("mistral_window", "sliding windows")])

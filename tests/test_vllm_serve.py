@@ -74,6 +74,18 @@ def test_a_port_in_use(installed, model):
         assert f"port {port} of 127.0.0.1: Address already in use" in refusal(model(), port)
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "setting"), [("", 99999, "port"), ("127.0.0.1", -1, "port"), ("no.such.invalid", 0, "host")]
+)
+def test_a_port_or_host_that_does_not_exist(host, port, setting, installed, model, monkeypatch, capsys):
+    with pytest.raises(serve.Refused) as error:
+        serve.check(model(), host, port)
+    assert error.value.setting == setting
+    monkeypatch.setattr(sys, "argv", ["serve", model(), "--host", host, "--port", str(port)])
+    assert serve.main() == 2
+    assert capsys.readouterr().err == f"error: {error.value}\n"
+
+
 def test_no_checkpoint(installed, tmp_path):
     assert "config.json is missing" in refusal(str(tmp_path))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Random tokens to compare logits on, in place of held-out text.
 RANDOM_SEQUENCES, RANDOM_LENGTH = 2, 64
 RECALL_PROMPTS_PER_TEXT = 1
-NO_TOKENIZER = f"use --calibration {NO_CALIBRATION}"
+NO_TOKENIZER = f"use a checkpoint with a tokenizer, or convert with --calibration {NO_CALIBRATION}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import IO, Any, BinaryIO
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_lock import Lock, is_at, try_lock
-from surgery.common.temporary import is_temporary
+from surgery.common.temporary import OTHER_TEMPORARY, is_temporary
 
 _PART = ".surgery-"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -66,9 +66,14 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         # numpy reports a short write without errno: "360448 requested and 197216 written".
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or " requested and " in str(error):
-            other = "set TMPDIR to a folder on another disk" if is_temporary(path) else "choose another --out"
-            raise SurgeryError.at(path, f"no space left on the disk; free some or {other}") from error
+            other = other_disk(path)
+            raise SurgeryError.at(path, f"no space left on the disk; free some or {other}", hint=other) from error
         raise SurgeryError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def other_disk(path: Path) -> str:
+    """Return the advice for a path whose disk is full; only commands with an output have --out."""
+    return OTHER_TEMPORARY if is_temporary(path) else "choose another --out"
 
 
 def as_json(values: Any) -> Any:

@@ -1,8 +1,7 @@
 """Conversion of a GGUF file's tokenizer to Hugging Face tokenizer files.
 
-Byte-level BPE is built here because transformers' conversion pre-tokenizes every text like GPT-2: the digits of
-SmolLM2, for example, would become tokens that are rare in its training. Gemma's vocabularies are built here because
-their scores do not give the order of merges. Other SentencePiece vocabularies are left to transformers.
+The rules are those of llama.cpp's ``src/llama-vocab.cpp``, read and not run. transformers' conversion has others: it
+chooses by model type, adds a space at the start of a text only, and ignores ``add_space_prefix``.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.disk import read_json_or_empty
 from surgery.common.errors import SurgeryError
 
 if TYPE_CHECKING:
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _MODEL, _CUT, _TEMPLATE = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 _CONTROL, _USER_DEFINED = 3, 4  # token types that are matched before merges
+_SENTENCEPIECE_IDS = {
+    f"tokenizer.ggml.{name}_token_id": index for name, index in (("unknown", 0), ("bos", 1), ("eos", 2))
+}
+"""Ids that llama.cpp assumes for SentencePiece vocabularies if the file has none."""
+_PHI3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
+"""Added tokens of Phi-3 that do not strip the spaces after them."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,30 +58,33 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     Raises:
         SurgeryError: the tokenizer is damaged, or its type or pre-tokenizer is not supported.
     """
-    kind = metadata.get(_MODEL)
+    kind, template = metadata.get(_MODEL), metadata.get(_TEMPLATE)
     if kind is None:
         return
-    if kind == "llama" and not str(metadata.get("general.architecture")).startswith("gemma"):
-        _write_sentencepiece(path, folder)
-    elif kind in ("gpt2", "llama"):
-        try:
-            _write_bpe(path, metadata, folder, _byte_level if kind == "gpt2" else _gemma)
-        except SurgeryError:
-            raise
-        except Exception as error:  # damaged vocabularies raise various errors, plain exceptions from Rust included
-            raise SurgeryError.at(path, f"damaged tokenizer ({error}); convert the model to GGUF again") from None
-    else:
+    architecture = metadata.get("general.architecture")
+    # transformers loads every tokenizer of a qwen2 model as byte-level BPE, whatever class its files name.
+    if kind not in ("gpt2", "llama") or (kind, architecture) == ("llama", "qwen2"):
         raise SurgeryError.at(
-            path, f"tokenizer type {kind!r} is not supported; use the Hugging Face checkpoint instead"
+            path,
+            f"tokenizer type {kind!r} is not supported for {architecture!r}; use the Hugging Face checkpoint instead",
         )
-    if template := metadata.get(_TEMPLATE):
-        if not isinstance(template, str):
-            raise SurgeryError.at(path, f"its chat template is {template!r}, not text; convert the model to GGUF again")
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if template and not isinstance(template, str):
+        raise SurgeryError.at(path, f"its chat template is {template!r}, not text; convert the model to GGUF again")
+    try:
+        if kind == "gpt2":
+            files = _files(path, metadata, _byte_level)
+        else:
+            files = _files(path, _SENTENCEPIECE_IDS | metadata, _sentencepiece)
+    except SurgeryError:
+        raise
+    except Exception as error:  # damaged vocabularies raise various errors, plain exceptions from Rust included
+        raise SurgeryError.at(path, f"damaged tokenizer ({error}); convert the model to GGUF again") from None
+    for name, text in (files | ({"chat_template.jinja": template} if template else {})).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
-def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path, build: Callable) -> None:
-    """Write the tokenizer that ``build`` creates, with the special tokens and BOS that all types share."""
+def _files(path: Path, metadata: dict[str, Any], build: Callable) -> dict[str, str]:
+    """Return the files of the tokenizer that ``build`` creates, with added tokens, BOS and EOS that all types share."""
     from tokenizers import AddedToken, processors
 
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -88,30 +97,41 @@ def _write_bpe(path: Path, metadata: dict[str, Any], folder: Path, build: Callab
             special_tokens[f"{name}_token"] = tokens[index]
     tokenizer, begins = build(path, metadata, special_tokens.get("unk_token"))
     vocabulary = tokenizer.get_vocab()
+    # GGUF does not store which tokens strip spaces; llama.cpp goes by the model's name.
+    strips = any(name in str(metadata.get("general.name")).lower() for name in ("phi-3", "phi3"))
     for token, kind in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
         if kind in (_CONTROL, _USER_DEFINED) and token in vocabulary:
-            special = kind == _CONTROL
-            tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+            special, rstrip = kind == _CONTROL, strips and token not in _PHI3_KEEPS
+            tokenizer.add_tokens([AddedToken(token, special=special, normalized=False, rstrip=rstrip)])
     # Token ids must equal the model's; a duplicate token would shift the following ids.
     if tokenizer.get_vocab_size() != len(tokens):
         raise SurgeryError.at(
             path, f"duplicates among the {len(tokens)} tokens of its tokenizer; convert the model again"
         )
-    if metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in special_tokens:
-        bos = special_tokens["bos_token"]
-        before = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
+    around = [
+        [special_tokens[name]] if metadata.get(f"tokenizer.ggml.add_{name}", default) and name in special_tokens else []
+        for name, default in (("bos_token", begins), ("eos_token", False))
+    ]
+    if any(around):
+        first, last = around
+        single, second = [*first, "$A", *last], [*first, "$B", *last]
+        ends = processors.TemplateProcessing(
+            single=single,
+            pair=[*single, *(f"{part}:1" for part in second)],
+            special_tokens=[(token, vocabulary[token]) for token in {*first, *last}],
         )
-        after = tokenizer.post_processor
-        tokenizer.post_processor = processors.Sequence([after, before]) if after else before
-    tokenizer.save(str(folder / "tokenizer.json"))
+        split = tokenizer.post_processor
+        tokenizer.post_processor = processors.Sequence([split, ends]) if split else ends
     config = {
         **special_tokens,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": _context(metadata),
+        "model_max_length": int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 2048)),
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }
 
 
 def _byte_level(path: Path, metadata: dict[str, Any], unknown: str | None) -> tuple[Tokenizer, bool]:
@@ -132,22 +152,35 @@ def _byte_level(path: Path, metadata: dict[str, Any], unknown: str | None) -> tu
     return tokenizer, cut in _WHOLE_FIRST
 
 
-def _gemma(path: Path, metadata: dict[str, Any], unknown: str | None) -> tuple[Tokenizer, bool]:
-    """Build Gemma's character-level BPE with byte fallback; merges follow the order of tokens.
+def _sentencepiece(path: Path, metadata: dict[str, Any], unknown: str | None) -> tuple[Tokenizer, bool]:
+    """Build a character-level BPE with byte fallback, by llama.cpp's ``llm_tokenizer_spm``; BOS is added by default.
 
-    Tokens that are runs of spaces become runs of the SentencePiece space symbol. BOS is added by default.
+    Pairs merge in the order of the scores of the merged tokens. Text at the start, and after each special token, gets a
+    space in front unless ``add_space_prefix`` is false.
+
+    Gemma's scores do not give the order of its merges, so the order of tokens does. Its tokens that are runs of spaces
+    become runs of the SentencePiece space symbol, and no space is added unless the file says so.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens = [_SPACE * len(token) if not token.strip(" ") else token for token in metadata["tokenizer.ggml.tokens"]]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    gemma = str(metadata.get("general.architecture")).startswith("gemma")
+    if gemma:
+        tokens = order = [_SPACE * len(token) if not token.strip(" ") else token for token in tokens]
+    else:
+        scores = dict(zip(tokens, metadata["tokenizer.ggml.scores"], strict=True))
+        order = sorted(tokens, key=scores.__getitem__, reverse=True)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = []
-    for token in tokens:
+    for token in order:
         pairs = [(token[:end], token[end:]) for end in range(len(token) - 1, 0, -1)]
         merges += [pair for pair in pairs if all(part in vocabulary for part in pair)]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", not gemma):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), tokenizer.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer, True
 
@@ -171,26 +204,32 @@ def _pre_tokenizer(path: Path, cut: str | None):
     )
 
 
-def _context(metadata: dict[str, Any]) -> int:
-    return int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 2048))
+def pre_tokenizer_name(folder: Path) -> str | None:
+    """Return llama.cpp's name of the splitting in a folder's tokenizer.json.
 
-
-def _write_sentencepiece(path: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
+    None if it has no such name, or if there is no such file with a byte-level BPE.
+    """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # damaged vocabularies raise various errors
-        reason = " ".join(str(error).split())[:200]
-        raise SurgeryError.at(
-            path, f"transformers cannot convert its tokenizer ({reason}); use the Hugging Face checkpoint"
-        ) from None
-    tokenizer.save_pretrained(folder)
-    config = folder / "tokenizer_config.json"
-    fields = json.loads(config.read_text(encoding="utf-8"))
-    # Local paths and internal entries of transformers.
-    for name in ("gguf_file", "name_or_path", "is_local", "local_files_only"):
-        fields.pop(name, None)
-    config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        document = read_json_or_empty(folder / "tokenizer.json")
+        model, pre = document["model"], document.get("pre_tokenizer") or {}
+        steps = pre.get("pretokenizers", [pre])
+        shape, last = tuple(step.get("type") for step in steps), steps[-1]
+        if (
+            model["type"] != "BPE"
+            or model.get("byte_fallback")
+            or shape[-1] != "ByteLevel"
+            or last.get("add_prefix_space")
+        ):
+            return None
+        whole, name = last.get("use_regex", True), None
+        if shape == ("ByteLevel",) and whole:
+            name = "gpt-2"
+        elif shape == ("Digits", "ByteLevel") and whole and steps[0].get("individual_digits"):
+            name = "smollm"
+        elif shape == ("Split", "ByteLevel") and not whole:
+            pattern = steps[0].get("pattern", {}).get("Regex")
+            name = next((name for name, split in SPLITS.items() if split == pattern), None)
+        normalizer = (document.get("normalizer") or {}).get("type")
+    except (SurgeryError, AttributeError, LookupError, TypeError):  # damaged
+        return None
+    return name if normalizer is None or (name, normalizer) == ("qwen2", "NFC") else None

@@ -20,6 +20,7 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
+WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, PICKLE, PICKLE_INDEX)
 
 ADAPTER = "adapter_config.json"
 _RANK_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from surgery.checkpoint.disk import check_encoding, disk_errors
 from surgery.checkpoint.hub import download, is_hub_id
-from surgery.checkpoint.layout import ADAPTER, CONFIG
+from surgery.checkpoint.layout import ADAPTER, CONFIG, WEIGHT_FILES
 from surgery.common.errors import SurgeryError
 
 GGUF, MAGIC = ".gguf", b"GGUF"
@@ -21,10 +21,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def find_gguf(path: Path) -> list[Path]:
-    """List the GGUF files at a path: the file itself, or all in a folder without config.json."""
+    """List the GGUF files at a path: the file itself, or all in a folder that lacks config.json or other weights."""
     if path.is_file():
         return [path] if is_gguf(path) else []
-    return [] if (path / CONFIG).exists() else sorted(path.glob(f"*{GGUF}"))
+    is_checkpoint = (path / CONFIG).exists() and any((path / name).exists() for name in WEIGHT_FILES)
+    return [] if is_checkpoint else sorted(path.glob(f"*{GGUF}"))
 
 
 def find_local(source: str | Path) -> Path | None:

@@ -269,7 +269,7 @@ class CheckpointReader:
         try:
             return self._store.infos[name]
         except KeyError:
-            raise SurgeryError.at(self.path, f"no tensor {name}; check the model family and the weights") from None
+            raise SurgeryError.at(self.source, f"no tensor {name}; check the model family and the weights") from None
 
     def tensor(self, name: str) -> Tensor:
         """Load a tensor to the CPU in its stored dtype; the caller owns the memory.
@@ -306,12 +306,12 @@ class CheckpointReader:
         """
         info = self.info(name)
         if len(info.shape) != 2:
-            raise SurgeryError.at(self.path, f"{name} is {describe(info)}, not a matrix with rows")
+            raise SurgeryError.at(self.source, f"{name} is {describe(info)}, not a matrix with rows")
         unique, inverse = torch.unique(index.cpu(), return_inverse=True)
         if len(unique) and not 0 <= int(unique[0]) <= int(unique[-1]) < info.shape[0]:
             bad = int(unique[0] if unique[0] < 0 else unique[-1])
             raise SurgeryError.at(
-                self.path, f"{name} has no row {bad}, only {info.shape[0]} rows; does the tokenizer match the model?"
+                self.source, f"{name} has no row {bad}, only {info.shape[0]} rows; does the tokenizer match the model?"
             )
         row_bytes = info.shape[1] * info.dtype.itemsize
         ranges = [(start * row_bytes, stop * row_bytes) for start, stop in _runs(unique)]

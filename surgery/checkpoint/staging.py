@@ -18,6 +18,7 @@ from surgery.checkpoint.disk import (
     check_encoding,
     disk_errors,
     free_bytes,
+    other_disk,
     sync_folder,
     sync_tree,
     tree_bytes,
@@ -99,10 +100,9 @@ class Staging:
             # A leftover is removed before writing.
             free = free_bytes(self.out.parent) + tree_bytes(self.partial) - tree_bytes(self.partial / UNFINISHED)
         if needed + _SPARE_BYTES > free:
-            raise NoSpace(
-                f"{self.out}: needs {size(needed + _SPARE_BYTES)}, the disk has {size(free)} free;"
-                " free some or choose another --out"
-            )
+            other, amount = other_disk(self.out), size(needed + _SPARE_BYTES)
+            message = f"needs {amount}, the disk has {size(free)} free; free some or {other}"
+            raise NoSpace.at(self.out, message, hint=other)
 
     def claim(self, *names: str) -> None:
         """Record files of the output, by relative path, before they are written."""

@@ -58,7 +58,7 @@ def export(
         option(
             "--tokenizer-from",
             "FILE",
-            "GGUF of the same vocabulary to take the tokenizer from. [the checkpoint's tokenizer.json]",
+            "GGUF with the same tokens to take the tokenizer from. [the checkpoint's tokenizer]",
         ),
     ] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.")] = False,

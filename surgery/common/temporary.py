@@ -14,10 +14,12 @@ import weakref
 from pathlib import Path
 from typing import Any, TextIO
 
+from surgery.common.errors import SurgeryError
 from surgery.common.file_lock import Lock, try_lock
 from surgery.common.ownership import is_own, owner
 
 PREFIX, LOCK = "surgery-", ".lock"
+OTHER_TEMPORARY = "set TMPDIR to a folder on another disk"
 
 
 class TemporaryFolder:
@@ -30,16 +32,23 @@ class TemporaryFolder:
 
     Attributes:
         remove: callable that removes the folder now.
+
+    Raises:
+        SurgeryError: the folder cannot be created.
     """
 
     def __init__(self, kind: str):
-        _remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
         try:
-            lock = _create_lock(self.path)
-        except BaseException:
-            self.path.rmdir()
-            raise
+            _remove_abandoned()
+            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
+            try:
+                lock = _create_lock(self.path)
+            except BaseException:
+                self.path.rmdir()
+                raise
+        except OSError as error:  # also if no folder for temporary files can be written
+            message = f"no temporary folder can be made ({error.strerror or error}); {OTHER_TEMPORARY}"
+            raise SurgeryError(message, hint=OTHER_TEMPORARY) from error
         self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def __enter__(self) -> Path:
@@ -51,7 +60,8 @@ class TemporaryFolder:
 
 def is_temporary(path: Path) -> bool:
     """Return whether a path lies in a temporary folder of this program."""
-    return any(each.name.startswith(PREFIX) for each in (path, *path.parents) if each.parent == _temporary_root())
+    roots = (_temporary_root(), _temporary_root().resolve())
+    return any(each.name.startswith(PREFIX) for each in (path, *path.parents) if each.parent in roots)
 
 
 def _temporary_root() -> Path:

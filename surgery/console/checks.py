@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from surgery.checkpoint.named_models import name_of
-from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import show_next
 
 if TYPE_CHECKING:
@@ -25,4 +25,4 @@ def show_checks(checked: Checked, *, as_json: bool) -> None:
     counted = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
     page.print(f"[bold]{plain(called)}[/bold]: {len(outcomes)} checks: {counted}", soft_wrap=True)
     if not checked.failed:
-        show_next(page, [f"surgery doctor {called}"])
+        show_next(page, [f"surgery doctor {typed(checked.path)}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 
@@ -41,13 +42,13 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         _show_layers(page, conversion.report.layers)
     if report["splits"]:
         _show_splits(page, report["splits"], is_tried=True)
-    _show_target(page, target, typed(conversion.path))
+    _show_target(page, target, conversion.path)
     phases = sum(report["seconds"].values())
     page.print(
         f"{f'conversion: {duration(phases)}' if healing else duration(seconds_since_start())}, peak memory "
         f"{size(report['peak_memory_bytes'])}"
     )
-    result, source_name = typed(conversion.path), conversion.source
+    result, source_name = typed(conversion.path), typed(conversion.source)
     page.print(f"[bold]{plain(result)}[/bold]: {plain(of_conversion(report))}", soft_wrap=True)
     if healing:
         page.print(plain(of_healing(healing)), soft_wrap=True)
@@ -169,7 +170,7 @@ def _show_splits(page: Console, splits: list[dict], *, is_tried: bool) -> None:
     page.print(make_table([*names, *(["fold"] if folds else []), last, ""], rows))
 
 
-def _show_target(page: Console, target: dict, result: str) -> None:
+def _show_target(page: Console, target: dict, result: str | Path) -> None:
     page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
     page.print(make_table(["engine", "support"], support_lines(target["engines"]).items()))
     show_commands(page, target["engines"], result)

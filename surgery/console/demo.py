@@ -25,13 +25,14 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     for name, measured in (("source", source), ("converted", converted)):
         page.print(f"[bold]{name}[/bold] writes:")
         page.print(f"[dim]{plain(demo.prompt)}[/dim]{plain(measured.completion.rstrip())}\n", highlight=False)
-    result, ratio = typed(demo.path), share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
+    result, model = typed(demo.path), typed(demo.model)
+    ratio = share(converted.kv_bytes_per_token / source.kv_bytes_per_token)
     change = cost(converted.loss - source.loss, (source.recall, converted.recall))
     page.print(duration(seconds_since_start()))
     page.print(f"[bold]{plain(result)}[/bold]: {ratio} of the KV bytes for {change}", soft_wrap=True)
     commands = {
-        f"surgery eval {result} --baseline {demo.model}": "evaluates both next to cheap baselines",
-        f"surgery convert --to mla {demo.model} --kv-ratio 0.125": "an eighth of the bytes",
+        f"surgery eval {result} --baseline {model}": "evaluates both next to cheap baselines",
+        f"surgery convert --to mla {model} --kv-ratio 0.125": "an eighth of the bytes",
         "surgery inspect CKPT/": "KV cache and possible conversions of your model",
     }
     width = max(map(len, commands))

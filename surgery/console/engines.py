@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 from rich.console import Console
 
 from surgery.checkpoint.named_models import name_of
 from surgery.common.human import per_token, size
 from surgery.common.tables.table import Column
-from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import show_ruin
 from surgery.engines.table import ANY
 from surgery.engines.verdict import Verdict
@@ -43,11 +47,12 @@ def show_export(exported, *, as_json: bool = False) -> None:
     page.print(plain(exported.command), soft_wrap=True, highlight=False)
 
 
-def show_commands(page: Console, engines: dict, called: str = ANY) -> None:
+def show_commands(page: Console, engines: dict, called: str | Path = ANY) -> None:
     """Print the commands that serve a checkpoint; ``called`` is its name in them."""
+    names = {f'"{ANY}"': json.dumps(str(called), ensure_ascii=False), ANY: typed(called)}
     for verdict in engines.values():
         if not isinstance(verdict, str) and verdict["command"]:
-            command = verdict["command"].replace(ANY, called)
+            command = re.sub(f'"{ANY}"|{ANY}', lambda match: names[match[0]], verdict["command"])
             page.print(f"{plain(verdict['engine'])}: {plain(command)}", soft_wrap=True, highlight=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from surgery.common.human import duration
 from surgery.common.machine import seconds_since_start
-from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import show_next
 
 BEST = 6
@@ -39,4 +39,4 @@ def show_pattern(scored, called: str, *, as_json: bool = False) -> None:
     )
     out.print(f"[bold]{plain(scored.path)}[/bold]", soft_wrap=True)
     out.print(f"heat map: {plain(scored.heat_map)}", soft_wrap=True)
-    show_next(out, [f"surgery convert --to hybrid {called} --heads {scored.path} --kv-ratio 0.5"])
+    show_next(out, [f"surgery convert --to hybrid {typed(called)} --heads {typed(scored.path)} --kv-ratio 0.5"])

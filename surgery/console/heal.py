@@ -27,7 +27,7 @@ def show_healed(healed, *, as_json: bool = False) -> None:
     show_training(page, healing)
     verdict, path = of_healing(healing), typed(healed.path)
     page.print(f"[bold]{plain(path)}[/bold]: {plain(verdict)}", soft_wrap=True)
-    measure = [f"surgery eval {path} --baseline {name_of(healed.teacher)}"] if healed.teacher else []
+    measure = [f"surgery eval {path} --baseline {typed(healed.teacher)}"] if healed.teacher else []
     show_next(page, [*measure, f"surgery doctor {path}"])
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from surgery.common.human import count, origin, per_token, shares_at, size
 from surgery.common.tables.table import Column
 from surgery.console.conversion import class_and_why
-from surgery.console.page import make_table, new_page, plain, print_json, show_title
+from surgery.console.page import make_table, new_page, plain, print_json, show_title, typed
 from surgery.console.verdicts import show_next
 from surgery.engines.table import support_lines
 from surgery.engines.verdict import ran
@@ -28,7 +28,7 @@ def show_inspection(
     if as_json:
         print_json(inspection.to_dict())
         return
-    page = new_page()
+    page, called = new_page(), typed(called)
     if titled:
         show_title(inspection.name)
     page.print(make_table(["", ""], [*_facts(inspection), ("KV cache", _cache(inspection))], header=False))

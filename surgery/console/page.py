@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from surgery.checkpoint.named_models import name_of
 from surgery.common.standard_output import leave_unread, printing
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column, Table
@@ -58,9 +60,10 @@ def plain(text: object) -> str:
     return escape(str(text))
 
 
-def typed(path: Path) -> str:
-    """Format a path relative to the working folder if it is inside it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+def typed(source: str | Path) -> str:
+    """Format a path or name for a command line: an alias, or relative to the working folder, quoted for a shell."""
+    path = Path(name_of(str(source)))
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def make_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, header: bool = True) -> RichTable:

@@ -9,7 +9,7 @@ from rich.console import Console
 from surgery.common.human import cost, decimal, duration, perplexity, share, size, with_perplexity
 from surgery.common.machine import seconds_since_start
 from surgery.common.tables.table import Column
-from surgery.console.page import make_table, new_page, plain, print_json
+from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import show_next
 from surgery.engines.verdict import loads
 from surgery.planning.settings import beyond_positions
@@ -71,10 +71,10 @@ def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_j
     if own := _own_format(plan):
         page.print(own, soft_wrap=True)
     page.print(f"{duration(seconds_since_start())}{f'; plot: {plain(plot)}' if plot else ''}", soft_wrap=True)
+    command = choice.command
     if plan_path and not choice.engine:
-        page.print(f"Next: surgery convert {plain(plan.source['path'])} --plan {plain(plan_path)}", soft_wrap=True)
-    else:
-        page.print(f"Next: {plain(choice.command)}", soft_wrap=True)
+        command = f"surgery convert {typed(plan.source['path'])} --plan {typed(plan_path)}"
+    show_next(page, [command])
 
 
 def show_forecast(forecast, *, as_json: bool = False) -> None:

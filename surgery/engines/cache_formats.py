@@ -99,16 +99,16 @@ def cache_dtype_flags(engine: str, bits: int | str) -> str:
 
     Flags follow the engines' sources; none was tried.
     """
-    if engine not in ENGINES:
+    in_vllm = {8: "int8_per_token_head", "fp8": "fp8"}.get(bits, "int4_per_token_head")
+    in_llama_cpp = "q4_0" if bits in (4, 3, 2) else "q8_0"
+    commands = {
+        "vllm": f"vllm serve CKPT --kv-cache-dtype {in_vllm}",
+        "sglang": "python -m sglang.launch_server --model-path CKPT --kv-cache-dtype fp8_e4m3",
+        "llama.cpp": f"llama-server -m CKPT.gguf -fa on -ctk {in_llama_cpp} -ctv {in_llama_cpp}",
+        "mlx": f"mlx_lm.generate --model CKPT --kv-bits {8 if bits == 'fp8' else bits}",
+    }
+    if engine == "all":
+        raise SurgeryError("--to quantized --engine all: cache formats differ between engines; choose one engine")
+    if engine not in commands:
         raise SurgeryError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}", setting="engine")
-    if engine == "vllm":
-        names = {8: "int8_per_token_head", 4: "int4_per_token_head", "fp8": "fp8"}
-        return f"vllm serve CKPT --kv-cache-dtype {names.get(bits, 'int4_per_token_head')}"
-    if engine == "sglang":
-        return "python -m sglang.launch_server --model-path CKPT --kv-cache-dtype fp8_e4m3"
-    if engine == "llama.cpp":
-        name = "q4_0" if bits in (4, 3, 2) else "q8_0"
-        return f"llama-server -m CKPT.gguf -fa on -ctk {name} -ctv {name}"
-    if engine == "mlx":
-        return f"mlx_lm.generate --model CKPT --kv-bits {8 if bits in (8, 'fp8') else bits}"
-    raise SurgeryError("--to quantized --engine all: cache formats differ between engines; choose one engine")
+    return commands[engine]

@@ -10,7 +10,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines.facts import Facts
 from surgery.engines.number_formats import ruinous_formats
-from surgery.engines.table import verdicts
+from surgery.engines.table import verdicts_on
 from surgery.engines.verdict import Verdict
 
 
@@ -42,7 +42,7 @@ def diagnose(checkpoint: str | Path) -> Diagnosis:
     opened = CheckpointReader.open(checkpoint)
     reader = opened.as_stored
     try:
-        answers = tuple(verdicts(reader.config, str(checkpoint)))
+        answers = tuple(verdicts_on(reader, str(checkpoint)))
         return Diagnosis(str(checkpoint), Facts.of(reader.config), answers, tuple(ruinous_formats(opened)))
     except KeyError as error:
-        raise SurgeryError.at(reader.path, f"config.json: {error} is missing") from None
+        raise SurgeryError.at(reader.source, f"config.json: {error} is missing") from None

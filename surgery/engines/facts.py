@@ -21,6 +21,7 @@ OWN_CLASSES = OWN, PICTURES
 
 PLAIN = ("llama", "mistral")
 """Families whose attention is plain QKV with RoPE, so that a conversion to MLA runs in every engine."""
+YARN_OPTIONS = ("attention_factor", "mscale", "mscale_all_dim", "truncate")
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -43,10 +44,11 @@ class Facts:
         biases: MLA only: whether the attention projections have biases.
         frequency_list: MLA only: whether RoPE frequencies are a list, neither default RoPE nor YaRN.
         yarn: MLA only: whether RoPE is YaRN: DeepSeek's models, and conversions of them.
+        rope: RoPE type, with the options that change YaRN's scale or frequencies.
         real_experts: MLA only: whether there are MoE layers; again DeepSeek's models, and conversions of them.
         tied: whether the output head is tied to the embeddings.
         has_legacy_rope_keys: whether RoPE is also given in transformers 4's keys, next to ``rope_parameters``.
-        windowed: whether any layer has a sliding window.
+        windowed: whether any layer has a sliding window; of the source in the custom model class.
         quantized: whether weights are stored quantized, which no trial covers.
         pictures: whether this is a vision-language model; its language model has the cache.
         served: custom model class only: name of its trials in our vLLM plugin.
@@ -67,6 +69,7 @@ class Facts:
     biases: bool = False
     frequency_list: bool = False
     yarn: bool = False
+    rope: str = "default"
     real_experts: bool = False
     tied: bool = False
     has_legacy_rope_keys: bool = False
@@ -95,21 +98,23 @@ class Facts:
             "tied": bool(config.get("tie_word_embeddings")),
             "has_legacy_rope_keys": config == with_legacy_rope_keys(config),
         }
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        options = [f" with {name}" for name in YARN_OPTIONS if rope.get(name) is not None]
+        common["rope"] = f"{rope_type}{''.join(options) if rope_type == 'yarn' else ''}"
         layers = config["num_hidden_layers"]
-        if family == PICTURES:
-            return cls(**_custom_class_facts(config) | {"not_served": "vision-language models"}, **common)
         if structure == OWN:
-            return cls(**_custom_class_facts(config), **common)
+            pictures = {"not_served": "vision-language models"} if family == PICTURES else {}
+            has_windows = windowed(SimpleNamespace(**config))
+            return cls(**_custom_class_facts(config) | pictures, windowed=has_windows, **common)
         if structure == MLA:
-            rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-            kind = rope.get("rope_type", rope.get("type", "default"))
             return cls(
                 cached_numbers=sum(kv_widths(config)),
                 head_sizes=(config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]),
                 width=kv_widths(config)[0],
                 biases=bool(config.get("attention_bias")),
-                frequency_list=kind not in ("default", "yarn"),
-                yarn=kind == "yarn",
+                frequency_list=rope_type not in ("default", "yarn"),
+                yarn=rope_type == "yarn",
                 real_experts=config.get("first_k_dense_replace", 0) < layers,
                 **common,
             )
@@ -132,9 +137,10 @@ class Facts:
         return self.structure
 
     def again(self, flags: str) -> str | None:
-        """Return the conversion of the source that an engine may load; None if the source is MLA or not in PLAIN."""
+        """Return the conversion that an engine may load; None if the source is MLA, has windows or is not PLAIN."""
         stock = self.structure == MLA and not self.real_experts
-        return f"convert --to mla {flags}" if stock or (self.structure == OWN and self.base in PLAIN) else None
+        plain = self.structure == OWN and self.base in PLAIN and not self.windowed
+        return f"convert --to mla {flags}" if stock or plain else None
 
     def again_for(self, engine: str, with_biases: str | None = None) -> str | None:
         """Return the conversion by ``--engine``; by flag ``with_biases`` for biases, which mostly are the source's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from surgery.engines.facts import DECILM, OWN, Facts
 from surgery.engines.trials import TRANSFORMERS
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
@@ -23,7 +25,7 @@ def verdict(facts: Facts, path: str) -> Verdict:
     own = facts.structure == OWN
     code = ", trust_remote_code=True" * own + EAGERLY * (facts.family in EAGER)
     auto = PICTURES if facts.pictures else "AutoModelForCausalLM"
-    fields["command"] = f'{auto}.from_pretrained("{path}", dtype="auto"{code})'
+    fields["command"] = f'{auto}.from_pretrained({json.dumps(path, ensure_ascii=False)}, dtype="auto"{code})'
     fields |= facts.cache(facts.number_bytes)
     if facts.kind not in TRANSFORMERS.kinds:
         reason = "no test covers its quantized weights" if facts.quantized else "no test covers its model class"

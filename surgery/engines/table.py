@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 from surgery.engines import in_transformers, llama_cpp, mlx, sglang, vllm
 from surgery.engines.facts import Facts
 from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
+
+if TYPE_CHECKING:
+    from surgery.checkpoint import CheckpointReader
 
 ANY = "CKPT"
 """Placeholder for the checkpoint in the commands of reports, since checkpoints move."""
@@ -23,24 +29,50 @@ ASKED = {
 """Rows of the table that each value of ``--engine`` requires."""
 
 
-def verdicts(config: dict[str, Any], path: str = ANY) -> list[Verdict]:
-    """Return all engines' verdicts for a config.json; commands refer to ``path``."""
-    facts = Facts.of(config)
+def verdicts(config: dict[str, Any], path: str = ANY, folder: Path | None = None) -> list[Verdict]:
+    """Return all engines' verdicts for a config.json; commands refer to ``path``.
+
+    Args:
+        folder: folder with the tokenizer's files, on which a command depends; None: unknown.
+    """
+    facts, quoted = Facts.of(config), shlex.quote(path)
     results = [
         in_transformers.verdict(facts, path),
-        vllm.cuda(facts, path),
-        vllm.cpu(facts, path),
-        sglang.verdict(facts, path),
-        llama_cpp.verdict(facts, path),
-        mlx.verdict(facts, path),
+        vllm.cuda(facts, quoted),
+        vllm.cpu(facts, quoted),
+        sglang.verdict(facts, quoted),
+        llama_cpp.verdict(facts, path, folder),
+        mlx.verdict(facts, quoted),
     ]
     codes = {"status": NOT_TRIED, "reason": "no test covers its quantized weights"}
     return [replace(each, **codes) if facts.quantized and each.loads else each for each in results]
 
 
-def engine_table(config: dict[str, Any], path: str = ANY) -> dict[str, dict[str, Any]]:
-    """Return the verdicts by engine as plain values for reports."""
-    return {verdict.engine: verdict.to_dict() for verdict in verdicts(config, path)}
+def verdicts_on(reader: CheckpointReader, path: str) -> list[Verdict]:
+    """Return all engines' verdicts on a checkpoint, which may be a GGUF file; commands refer to ``path``."""
+    results = verdicts(reader.config, path, reader.path)
+    return [_on_gguf(each, reader) for each in results] if reader.source.is_file() else results
+
+
+def _on_gguf(verdict: Verdict, reader: CheckpointReader) -> Verdict:
+    """Return the verdict on a GGUF file, from that on the checkpoint that it becomes when it is converted."""
+    file, command = reader.source, None
+    reason = "not tried with GGUF files; convert it first, or use the Hugging Face checkpoint"
+    if verdict.engine == in_transformers.NAME:
+        folder, name = (json.dumps(str(part), ensure_ascii=False) for part in (file.parent, file.name))
+        command = f'AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name}, dtype="auto")'
+        reason = "its own loader of GGUF files drops biases, RoPE scaling and windows of some models"
+    elif verdict.engine == llama_cpp.NAME:
+        command = f"llama-server -m {shlex.quote(str(file))}"
+        if verdict.loads and reader.dequantised_from is None:
+            return replace(verdict, command=command)
+        reason = "its own format; no test covers this kind of file"
+    return replace(verdict, status=NOT_TRIED, command=command, reason=reason, remedy=None)
+
+
+def engine_table(config: dict[str, Any], path: str = ANY, folder: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Return the verdicts by engine as plain values for reports; takes the arguments of :func:`verdicts`."""
+    return {verdict.engine: verdict.to_dict() for verdict in verdicts(config, path, folder)}
 
 
 def support_lines(engines: dict[str, Any]) -> dict[str, str]:

@@ -31,28 +31,19 @@ def cuda(facts: Facts, path: str) -> Verdict:
     fields = {"engine": CUDA, "version": VLLM_CHECKED, "device": "CUDA before Blackwell"}
     if facts.structure == OWN:
         return _plugin(facts, path, fields)
-    obstacle = _obstacle(facts)
-    if obstacle is None and facts.structure == MLA and facts.head_sizes not in VLLM_MLA_HEADS:
-        obstacle = f"its prefill does not support head sizes {facts.head_sizes} (nope, rope, value) before Blackwell"
-    if obstacle:
-        return Verdict(**fields, status=REFUSED, command=None, reason=obstacle, remedy=facts.again_for("vllm", OURS))
+    serve = f"vllm serve {path}"
+    sizes = f"its prefill does not support head sizes {facts.head_sizes} (nope, rope, value) before Blackwell"
+    sizes *= facts.head_sizes not in VLLM_MLA_HEADS
+    if other := _not_by_its_class(facts, fields, sizes, facts.again_for("vllm", OURS), serve):
+        return other
     fields |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
         code = " --trust-remote-code" if facts.structure == DECILM else ""
-        return Verdict(**fields, status=NOT_TRIED, command=f"vllm serve {path}{code}", reason="not tried on a GPU")
-    dropped = _dropped(facts)
-    if dropped:
-        return Verdict(
-            **fields,
-            status=NOT_TRIED,
-            command=f"vllm serve {path} --model-impl transformers",
-            reason=f"its own class {dropped}; its transformers backend was not tried",
-            remedy=facts.again_for("vllm", OURS),
-        )
+        return Verdict(**fields, status=NOT_TRIED, command=f"{serve}{code}", reason="not tried on a GPU")
     checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; not tried on a GPU"
     if facts.width == FAST_WIDTH:
-        return Verdict(**fields, status=LOADS, command=f"vllm serve {path}", reason=checked)
-    command = f"vllm serve {path} --attention-backend TRITON_MLA"
+        return Verdict(**fields, status=LOADS, command=serve, reason=checked)
+    command = f"{serve} --attention-backend TRITON_MLA"
     # The Triton kernel takes any width, but its metadata builder lists 320, 512 and 576 (get_supported_head_sizes).
     reason = f"{checked}, and r + rope is {facts.width}, not {FAST_WIDTH}"
     # Conversions keep at most half of the bytes, so the source of a conversion wider than 288 caches more than 576.
@@ -67,20 +58,14 @@ def cpu(facts: Facts, path: str) -> Verdict:
     fields = {"engine": CPU, "version": VLLM_CPU.version, "device": VLLM_CPU.device}
     if facts.structure == OWN:
         return _plugin(facts, path, fields)
-    obstacle = _obstacle(facts)
-    if obstacle is None and facts.structure == MLA and facts.width != FAST_WIDTH:
-        obstacle = f"its CPU kernel supports only r + rope of {FAST_WIDTH}, not {facts.width}"
-    if obstacle:
-        return Verdict(**fields, status=REFUSED, command=None, reason=obstacle, remedy=facts.again(OURS))
+    serve = f"{SERVE_ON_CPU} {path}"
+    width = f"its CPU kernel supports only r + rope of {FAST_WIDTH}, not {facts.width}" * (facts.width != FAST_WIDTH)
+    if other := _not_by_its_class(facts, fields, width, facts.again(OURS), serve):
+        return other
     fields |= facts.cache(NUMBER_BYTES)
     code = " --trust-remote-code" if facts.structure == DECILM else ""
-    dropped = _dropped(facts)
-    if dropped:
-        command = f"{SERVE_ON_CPU} {path} --model-impl transformers"
-        reason = f"its own class {dropped}; its transformers backend was not tried"
-        return Verdict(**fields, status=NOT_TRIED, command=command, reason=reason, remedy=facts.again_for("vllm", OURS))
     rotated = ROTATED if facts.structure == MLA else ""
-    command = f"{SERVE_ON_CPU} {path}{code}{rotated}"
+    command = f"{serve}{code}{rotated}"
     if facts.kind not in VLLM_CPU.kinds:
         return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test covers this kind of checkpoint")
     status = LOADS_WITH if rotated else LOADS
@@ -103,13 +88,22 @@ def _plugin(facts: Facts, path: str, fields: dict[str, str]) -> Verdict:
     return Verdict(**fields, status=LOADS_WITH, reason=f"ran in vllm-cpu {VLLM_PLUGIN} with {PLUGIN}")
 
 
-def _obstacle(facts: Facts) -> str | None:
-    if facts.structure == MLA and facts.activation != "silu":
-        return f"its class supports SiLU only, not {facts.activation}"
-    return None
+def _not_by_its_class(
+    facts: Facts, fields: dict[str, str], sizes: str, remedy: str | None, serve: str
+) -> Verdict | None:
+    """Return the verdict on MLA that vLLM's own class refuses, or computes differently; None if it does neither.
 
-
-def _dropped(facts: Facts) -> str:
-    """Describe the features that vLLM's own MLA class silently computes differently."""
-    reasons = ["drops the biases"] * facts.biases + ["treats the RoPE frequency list as YaRN"] * facts.frequency_list
-    return " and ".join(reasons)
+    Args:
+        sizes: the obstacle in the sizes, if any.
+        remedy: remedy for MLA that is refused.
+    """
+    if facts.structure != MLA:
+        return None
+    if refusal := sizes if facts.activation == "silu" else f"its class supports SiLU only, not {facts.activation}":
+        return Verdict(**fields, status=REFUSED, command=None, reason=refusal, remedy=remedy)
+    parts = ["drops the biases"] * facts.biases + ["treats the RoPE frequency list as YaRN"] * facts.frequency_list
+    if not parts:
+        return None
+    fields = {**fields, **facts.cache(NUMBER_BYTES), "command": f"{serve} --model-impl transformers"}
+    reason = f"its own class {' and '.join(parts)}; its transformers backend was not tried"
+    return Verdict(**fields, status=NOT_TRIED, reason=reason, remedy=facts.again_for("vllm", OURS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def export_checkpoint(
         out: file to write; default: the checkpoint's name with ".gguf" appended, next to it.
         weights: type of the large tensors, one of WEIGHTS. Vectors are float32; projections to latents too small for
             f16 are bf16 or f32.
-        tokenizer_from: a GGUF file whose tokenizer is copied; None: the checkpoint's tokenizer.json.
+        tokenizer_from: a GGUF file whose tokenizer is copied; None: the checkpoint's own tokenizer.
         overwrite: replace an existing file.
 
     Raises:
@@ -84,12 +85,14 @@ def export_checkpoint(
     reader = open_source(checkpoint)
     reason = obstacle(Facts.of(reader.config))
     if reason:
-        raise SurgeryError.at(reader.path, f"llama.cpp does not support it: {reason}")
+        raise SurgeryError.at(reader.source, f"llama.cpp does not support it: {reason}")
     model = GGUFModel.of(reader)
     out = _output(checkpoint, out, overwrite=overwrite)
     vocabulary = reader.config["vocab_size"]
+    if tokenizer_from is None and reader.source.is_file():
+        tokenizer_from = reader.source
     tokenizer = (
-        copied_tokenizer(Path(tokenizer_from), vocabulary)
+        copied_tokenizer(Path(tokenizer_from), reader.path, vocabulary)
         if tokenizer_from
         else read_tokenizer(reader.path, reader.config)
     )
@@ -104,7 +107,7 @@ def export_checkpoint(
             _write_tensors(gguf, writer, list(model.tensors()), weights)
         finally:
             writer.close()
-    command = f"llama-server -m {out}"
+    command = f"llama-server -m {shlex.quote(str(out))}"
     return Exported(out, model.architecture, weights, out.stat().st_size, tokenizer.origin, command)
 
 

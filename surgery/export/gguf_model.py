@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.gguf_model import IN_LAYER, OUTSIDE, QK_NORMS, llama3_factors
 from surgery.common.errors import SurgeryError
 from surgery.engines.facts import DECILM, MLA
-from surgery.engines.llama_cpp import LLAMAS
+from surgery.engines.llama_cpp import LLAMAS, UNTRIED_ROPE_TYPES
 from surgery.transforms.latent_layer import interleaving
 
 ARCHITECTURES = {MLA: "deepseek2", DECILM: "deci", **dict.fromkeys(LLAMAS, "llama")}
@@ -61,17 +62,15 @@ class GGUFModel:
         """Create the view; refuse checkpoints that do not fit one of the three architectures.
 
         Raises:
-            SurgeryError: the model type, the RoPE type or a tensor is not supported.
+            SurgeryError: the model type or a tensor is not supported.
         """
         model, config = cls(reader), reader.config
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
             choices = ", ".join(ARCHITECTURES)
-            raise SurgeryError.at(reader.path, f"model_type {kind!r} cannot be exported (supported: {choices})")
-        if model.rope.get("rope_type", "default") not in ("default", "llama3"):
-            raise SurgeryError.at(reader.path, f"RoPE type {model.rope['rope_type']!r} cannot be exported")
+            raise SurgeryError.at(reader.source, f"model_type {kind!r} cannot be exported (supported: {choices})")
         if config.get("mlp_bias"):
-            raise SurgeryError.at(reader.path, "feed-forward layers with biases cannot be exported")
+            raise SurgeryError.at(reader.source, "feed-forward layers with biases cannot be exported")
         list(model.tensors())
         return model
 
@@ -111,6 +110,7 @@ class GGUFModel:
         writer.add_embedding_length(config["hidden_size"])
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
         writer.add_rope_freq_base(self.rope["rope_theta"])
+        self._write_rope_scaling(writer)
         writer.add_vocab_size(config["vocab_size"])
         if self.architecture == "deepseek2":
             self._write_latent_keys(writer)
@@ -131,6 +131,20 @@ class GGUFModel:
         writer.add_key_length(self._head_dim)
         writer.add_value_length(self._head_dim)
         writer.add_rope_dimension_count(self._head_dim)
+
+    def _write_rope_scaling(self, writer) -> None:
+        """Write linear and YaRN scaling as llama.cpp's converter does; llama3's is the tensor of factors."""
+        rope, kind = self.rope, self.rope["rope_type"]
+        if kind not in UNTRIED_ROPE_TYPES:
+            return
+        length = self.reader.config["max_position_embeddings"]
+        before = rope.get("original_max_position_embeddings") or length
+        writer.add_rope_scaling_type(import_module("gguf").RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope.get("factor") or length / before)
+        if kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(before)
+            writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+            writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
 
     def _write_latent_keys(self, writer) -> None:
         config = self.reader.config
@@ -171,7 +185,7 @@ class GGUFModel:
         if match is None:
             stem, _, kind = name.rpartition(".")
             if stem not in NAMES:
-                raise SurgeryError.at(self.reader.path, f"llama.cpp's {self.architecture} has no tensor for {name}")
+                raise SurgeryError.at(self.reader.source, f"llama.cpp's {self.architecture} has no tensor for {name}")
             yield GGUFTensor(f"{NAMES[stem]}.{kind}", tuple(info.shape), info.dtype, read)
             return
         layer, part, kind = int(match[1]), match[2], match[3]
@@ -179,7 +193,7 @@ class GGUFModel:
             yield from self._split_up(layer, info.dtype, read)
             return
         if part not in LAYER_NAMES:
-            raise SurgeryError.at(self.reader.path, f"llama.cpp's {self.architecture} has no tensor for {name}")
+            raise SurgeryError.at(self.reader.source, f"llama.cpp's {self.architecture} has no tensor for {name}")
         if self.architecture != "deepseek2" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             read = partial(self._adjacent_pairs, read)
         new = f"blk.{layer}.{LAYER_NAMES[part]}.{kind}"

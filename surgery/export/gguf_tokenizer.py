@@ -6,18 +6,16 @@ patterns are refused. A GGUF file of the source model contains the right name.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.disk import read_json_or_empty
-from surgery.checkpoint.gguf_tokenizer import SPLITS
+from surgery.checkpoint.disk import read_json, read_json_or_empty
+from surgery.checkpoint.gguf_header import read_gguf_header
+from surgery.checkpoint.gguf_tokenizer import pre_tokenizer_name
 from surgery.common.errors import SurgeryError
 
-OTHERWISE = "pass a GGUF file of the source model by --tokenizer-from FILE"
-SPECIAL = ("bos", "eos", "unk", "pad")
 # gguf's TokenType.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
@@ -35,27 +33,44 @@ class Tokenizer:
             writer.add_key_value(key, value, kind, sub_type=items)
 
 
-def copied_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
-    """Copy the tokenizer of another GGUF file with the same number of tokens.
+def copied_tokenizer(path: Path, folder: Path, vocabulary: int) -> Tokenizer:
+    """Copy the tokenizer of another GGUF file with the tokens of a checkpoint.
+
+    Args:
+        folder: the checkpoint's folder. Without tokenizer.json only the number of tokens is compared.
+        vocabulary: number of tokens of the checkpoint.
 
     Raises:
-        SurgeryError: the file cannot be read, or its vocabulary has another size.
+        SurgeryError: the file cannot be read, or its tokens are others.
     """
-    gguf = import_module("gguf")
-    try:
-        fields = gguf.GGUFReader(path).fields
-    except (OSError, ValueError) as error:
-        raise SurgeryError.at(path, f"cannot be read as GGUF: {error}") from None
-    copied = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
-    tokens = copied.get("tokenizer.ggml.tokens")
-    if tokens is None or len(tokens.data) != vocabulary:
-        has = "none" if tokens is None else f"{len(tokens.data):,}"
-        raise SurgeryError.at(path, f"has {has} tokens, the checkpoint {vocabulary:,}; pass a GGUF file of its source")
+    tokens = read_gguf_header(path).metadata.get("tokenizer.ggml.tokens") or []
+    expected = _vocabulary(read_json_or_empty(folder / "tokenizer.json"))
+    differing = sum(_plain(token) != _plain(expected.get(number, token)) for number, token in enumerate(tokens))
+    # Converters respell a few tokens.
+    if len(tokens) != vocabulary or differing > len(tokens) / 100:
+        reason = f"has {len(tokens):,} tokens, of which {differing:,} differ from the checkpoint's {vocabulary:,}"
+        raise SurgeryError.at(path, f"{reason}; pass a GGUF file of its source", setting="tokenizer_from")
+    fields = import_module("gguf").GGUFReader(path).fields
     keys = {
         name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-        for name, field in copied.items()
+        for name, field in fields.items()
+        if name.startswith("tokenizer.")
     }
     return Tokenizer(keys, f"tokenizer of {path.name}")
+
+
+def _vocabulary(document: dict[str, Any]) -> dict[int, str]:
+    """Return the tokens by id of a tokenizer.json, without added tokens; empty if it has none."""
+    vocab = document.get("model", {}).get("vocab", {})
+    if isinstance(vocab, list):  # Unigram: pairs of token and score
+        vocab = {pair[0]: number for number, pair in enumerate(vocab)}
+    added = {token["id"] for token in document.get("added_tokens", [])}
+    return {number: token for token, number in vocab.items() if number not in added}
+
+
+def _plain(token: str) -> str:
+    """Spell spaces alike: converters write some as the SentencePiece space symbol."""
+    return token.replace("\u2581", " ")
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
@@ -65,12 +80,13 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         SurgeryError: there is no such tokenizer, or llama.cpp has no known pre-tokenizer that splits text equally.
     """
     kinds = import_module("gguf").GGUFValueType
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise SurgeryError.at(folder, f"has no tokenizer.json; {OTHERWISE}")
-    document = json.loads(path.read_text(encoding="utf-8"))
+    path, pre = folder / "tokenizer.json", pre_tokenizer_name(folder)
+    if pre is None:
+        reason = "has no tokenizer.json, or llama.cpp has no known pre-tokenizer that splits text this way"
+        raise SurgeryError.at(folder, f"{reason}; pass a GGUF file of the source model by --tokenizer-from FILE")
+    document = read_json(path)
     settings = read_json_or_empty(folder / "tokenizer_config.json")
-    pre, model = _pre_tokenizer(path, document), document["model"]
+    model = document["model"]
     tokens, types = _tokens(path, document, config["vocab_size"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     keys = {
@@ -83,42 +99,18 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     }
     numbers = {token: number for number, token in enumerate(tokens)}
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    for name in SPECIAL:
+    for name, key in names.items():
         token = settings.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
         number = numbers.get(token, config.get(f"{name}_token_id"))
         number = number[0] if isinstance(number, list) else number
         if number is not None:
-            keys[f"{names[name]}_token_id"] = (number, kinds.UINT32, None)
+            keys[f"{key}_token_id"] = (number, kinds.UINT32, None)
     keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     template = _chat_template(folder, settings)
     if template:
         keys["tokenizer.chat_template"] = (template, kinds.STRING, None)
     return Tokenizer(keys, f"tokenizer of tokenizer.json, split as {pre}")
-
-
-def _pre_tokenizer(path: Path, document: dict[str, Any]) -> str:
-    """Return llama.cpp's name of the pre-tokenizer."""
-    model, pre = document["model"], document.get("pre_tokenizer") or {}
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise SurgeryError.at(path, f"not a byte-level BPE tokenizer; {OTHERWISE}")
-    steps = pre.get("pretokenizers", [pre])
-    normalizer = (document.get("normalizer") or {}).get("type")
-    shape = tuple(step.get("type") for step in steps)
-    last = steps[-1]
-    name = None
-    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        whole = last.get("use_regex", True)
-        if shape == ("ByteLevel",) and whole:
-            name = "gpt-2"
-        elif shape == ("Digits", "ByteLevel") and whole and steps[0].get("individual_digits"):
-            name = "smollm"
-        elif shape == ("Split", "ByteLevel") and not whole:
-            pattern = steps[0].get("pattern", {}).get("Regex")
-            name = next((name for name, split in SPLITS.items() if split == pattern), None)
-    if name is None or normalizer not in ((None, "NFC") if name == "qwen2" else (None,)):
-        raise SurgeryError.at(path, f"llama.cpp has no known pre-tokenizer that splits text this way; {OTHERWISE}")
-    return name
 
 
 def _tokens(path: Path, document: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:

@@ -24,7 +24,7 @@ from surgery.healing.dry_run import HealingPlan, plan_healing
 from surgery.healing.heal import CONVERTED, HealRequest, heal_checkpoint, training_settings, work_folder_of
 from surgery.model import register
 from surgery.reporting.report import Report, read_report
-from surgery.running.loading import load_tokenizer
+from surgery.running.models import tokenizer_of
 from surgery.running.source_check import open_source
 from surgery.structures.converter import Conversion, convert
 from surgery.structures.dry_run import ConversionPlan, outline_result, plan_conversion
@@ -154,16 +154,17 @@ def _check_healable(request: ConversionRequest, healing: HealRequest, outline: P
     register()
     teacher = open_source(request.source)
     check_output(teacher.source, healing.out)
-    load_tokenizer(teacher.path, remedy="--heal trains on text: add the tokenizer's files, or leave --heal out")
+    tokenizer_of(teacher, remedy="--heal trains on text: use a checkpoint with a tokenizer, or leave --heal out")
     if not outline.exists():
         structure, _ = open_request(request, Progress(silent=True))
         outline_result(outline, structure, request.settings)
     if outline.exists():
-        student = open_source(outline)
         try:
+            student = open_source(outline)
             config_of(student, training_settings(healing, student, outline.parent))
         except SurgeryError as error:
-            raise SurgeryError(f"--heal: {str(error).replace(str(outline), 'the result')}") from None
+            message = str(error).replace(str(outline), "the result")
+            raise SurgeryError(f"--heal: {message}", setting=error.setting, hint=error.hint) from None
 
 
 def _convert_unless_done(request: ConversionRequest, converted: Path, progress: Progress) -> None:

@@ -384,7 +384,7 @@ def _write_report(folder: Path, healing: dict[str, Any], verification: Verificat
         (folder / HEALING).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    target = {**conversion["target"], "engines": engine_table(config, name)}
+    target = {**conversion["target"], "engines": engine_table(config, name, folder)}
     record = {"files": hash_files(folder), "probe": verification.probe}
     report = {**conversion, **record, "target": target, "healing": healing}
     (folder / CARD).write_text(Report.of(report).card(name), encoding="utf-8")

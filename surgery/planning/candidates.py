@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,7 +63,7 @@ class Sized:
 
     def command(self, called: str) -> str:
         """Return the command line of the conversion; ``called`` names the source in it."""
-        return f"surgery convert {called} {self.name}"
+        return f"surgery convert {shlex.quote(called)} {self.name}"
 
     def leaves(self, layer: int) -> bool:
         """Return whether a layer stays unchanged."""

@@ -6,6 +6,7 @@ conversions. These formats quantize tokens before attention reads them, so one f
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
 from surgery.engines.cache_formats import TENSORRT_LLM, CacheFormat, cache_formats
-from surgery.engines.table import ASKED, verdicts
+from surgery.engines.table import ASKED, verdicts_on
 from surgery.engines.verdict import REFUSED
 from surgery.eval.variants.cache_hook import bytes_of, refusals, windows_of, with_sliding_windows
 from surgery.eval.variants.coded_cache import CodedLayer, Exact
@@ -200,8 +201,8 @@ def _server(opened: Source, engine: str, called: str) -> str:
     if config["model_type"] in LATENT_FAMILIES:
         raise SurgeryError("cache formats are simulated for keys and values of heads; MLA latents are not supported")
     if engine == TENSORRT_LLM:
-        return f"trtllm-serve {called}"
-    verdict = next(each for each in verdicts(config, called) if each.engine in ASKED[engine])
+        return f"trtllm-serve {shlex.quote(called)}"
+    verdict = next(each for each in verdicts_on(opened.reader, called) if each.engine in ASKED[engine])
     if verdict.status == REFUSED or verdict.command is None:
         raise SurgeryError(f"{verdict.engine} does not load the source, {verdict.reason}")
     return verdict.command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         entries, head = {"serve": row.command, "predicted": predicted}, "# No conversion is needed.\n"
     else:
         entries = {"to": row.to, "settings": {**of_text, **row.asked}, "predicted": predicted}
-        head = f"# surgery convert {plan.source['path']} --plan {path}\n"
+        head = f"# {shlex.join(['surgery', 'convert', plan.source['path'], '--plan', str(path)])}\n"
     head += f"# {MARK}\n"
     write_whole(path, head + yaml.safe_dump(entries, sort_keys=False))
 

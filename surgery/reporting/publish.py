@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,7 @@ class Publication:
         except SurgeryError:
             raise
         except Exception as error:  # errors of the hub, of its HTTP library and of the disk
-            again = f"the checkpoint is in {folder}, `surgery push {folder} {self.repo}` repeats the upload"
-            raise SurgeryError(f"{self.repo}: {reason(error)}; {again}") from error
+            again = shlex.join(["surgery", "push", str(folder), self.repo])
+            where = f"the checkpoint is in {folder}, `{again}` repeats the upload"
+            raise SurgeryError(f"{self.repo}: {reason(error)}; {where}") from error
         return str(address)

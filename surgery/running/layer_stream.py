@@ -152,7 +152,9 @@ class LayerStream:
             prefix, renumbered = LAYER_PREFIX.format(layer=index), LAYER_PREFIX.format(layer=index - start)
             tensors = self.reader.tensors(prefix)
             if not tensors:
-                raise SurgeryError.at(self.reader.path, f"layer {index} has no tensors; download the checkpoint again")
+                raise SurgeryError.at(
+                    self.reader.source, f"layer {index} has no tensors; download the checkpoint again"
+                )
             state |= {renumbered + name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         hidden = self.config.hidden_size
         state["model.embed_tokens.weight"] = torch.zeros(1, hidden)

@@ -88,19 +88,22 @@ class Source(Opened):
         family = family or family_of(reader.config)
         config = config or load_config(reader.path)
         if missing := [name for name in SIZES if hasattr(config, name) and reader.config.get(name) is None]:
-            raise SurgeryError(f"{reader.path}/config.json: {missing[0]} is missing; add it, as it has no default")
+            raise SurgeryError(f"{reader.source}/config.json: {missing[0]} is missing; add it, as it has no default")
         check_layers(config)
         for layer in range(config.num_hidden_layers):
             if not family.attention_names(reader, layer) and not keeps_state(config, layer):
                 raise SurgeryError.at(
-                    reader.path, f"the weights of layer {layer} are of linear attention, but config.json has attention"
+                    reader.source,
+                    f"the weights of layer {layer} are of linear attention, but config.json has attention",
                 )
         if all(family.stays(config, layer) for layer in range(config.num_hidden_layers)):
             raise SurgeryError.at(
-                reader.path, "all layers use chunked attention with RoPE, so there is none to convert"
+                reader.source, "all layers use chunked attention with RoPE, so there is none to convert"
             )
         if all(keeps_state(config, layer) for layer in range(config.num_hidden_layers)):
-            raise SurgeryError.at(reader.path, "all layers have a recurrent state, so there is no KV cache to convert")
+            raise SurgeryError.at(
+                reader.source, "all layers have a recurrent state, so there is no KV cache to convert"
+            )
         stream = LayerStream(
             reader,
             config,
@@ -119,7 +122,7 @@ class Source(Opened):
         anatomy = self.family.anatomy(self.reader, self.config, layer)
         if name := anatomy.damaged():
             raise SurgeryError.at(
-                self.reader.path, f"{name} of layer {layer} contains NaN or infinity; download it again"
+                self.reader.source, f"{name} of layer {layer} contains NaN or infinity; download it again"
             )
         return anatomy
 

@@ -73,13 +73,13 @@ def language_model(reader: CheckpointReader) -> CheckpointReader:
     whole = load_config(reader.path)
     text = whole.get_text_config(decoder=True).to_dict()
     if not isinstance(text.get("rope_parameters"), dict):
-        raise SurgeryError.at(reader.path, "language models without rotary embeddings are not supported")
+        raise SurgeryError.at(reader.source, "language models without rotary embeddings are not supported")
     config = {
         **text,
         "tie_word_embeddings": bool(whole.tie_word_embeddings),
         "dtype": str(whole.dtype or "float32").removeprefix("torch."),
         **{name: reader.config[name] for name in ("quantization_config",) if name in reader.config},
     }
-    names = text_names(reader.names(), str(reader.path))
+    names = text_names(reader.names(), str(reader.source))
     parts = {stored: {name: reader.info(stored).shape[0]} for stored, name in names.items()}
     return reader.seen_as(config, parts, put_back=True)

@@ -104,7 +104,7 @@ class Forecast:
     def engines_of(self, reader: CheckpointReader, config: dict[str, Any]) -> dict[str, dict]:
         """Return the table of engines for a result with this config.json."""
         if self.engines is None or reader.stored_names:
-            return engine_table(whole_config(reader, config))
+            return engine_table(whole_config(reader, config), folder=reader.path)
         return self.engines
 
 

@@ -95,7 +95,7 @@ def _target(work: ConversionContext, outcome: Outcome, name: str) -> dict:
         **outcome.target,
         "model_type": config["model_type"],
         "called": getattr(target, "called", to),
-        "engines": engine_table(config, name),
+        "engines": engine_table(config, name, work.opened.reader.path),
     }
 
 

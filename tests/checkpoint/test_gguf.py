@@ -1,7 +1,9 @@
 """GGUF files as checkpoints: the same numbers as transformers' own loader, read lazily, or refused in one line."""
 
+import errno
 import os
 import sys
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -13,7 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader, location, stores
 from surgery.common.errors import SurgeryError
+from surgery.common.temporary import OTHER_TEMPORARY
+from surgery.export import export_checkpoint
+from surgery.healing.convert_and_heal import plan_both
 from surgery.running.models import tokenizer_of
+from surgery.running.source import Source
+from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.request import ConversionRequest
 
 TOKENS = torch.arange(3, 67)[None] * 61 % 4096
 KINDS = {"Q8_0": torch.bfloat16, "Q4_1": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -184,6 +192,58 @@ def test_gemma_merges_in_the_order_of_its_tokens(tmp_path, name):
         assert tokenizer.decode(ids[1:]) == text
 
 
+_ = "\u2581"
+SENTENCEPIECE = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<0xC3>",
+        "<0xA9>",
+        _,
+        "a",
+        "b",
+        "c",
+        f"{_}a",
+        "ab",
+        "bc",
+        "<|x|>",
+    ],
+    "tokenizer.ggml.scores": [0.0] * 5 + [-9.0] * 4 + [-3.0, -5.0, -4.0, 0.0],
+    "tokenizer.ggml.token_type": [2, 3, 3, 6, 6, *[1] * 7, 3],
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "starcoder2", "phi3"])
+@pytest.mark.parametrize(
+    ("more", "text", "expected"),
+    [
+        ({}, "abc", ["<s>", f"{_}a", "bc"]),
+        ({}, " a", ["<s>", _, f"{_}a"]),
+        ({}, "<|x|>a<s> b", ["<s>", "<|x|>", f"{_}a", "<s>", _, _, "b"]),
+        ({}, "é", ["<s>", _, "<0xC3>", "<0xA9>"]),
+        ({"add_space_prefix": 0}, "abc", ["<s>", "a", "bc"]),
+        ({"add_space_prefix": 0}, "<|x|>a a", ["<s>", "<|x|>", "a", f"{_}a"]),
+        ({"add_bos_token": 0, "add_eos_token": 1}, "a", [f"{_}a", "</s>"]),
+    ],
+)
+def test_sentencepiece_is_split_as_in_llama_cpp(tmp_path, name, more, text, expected):
+    values = SENTENCEPIECE | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+    tokenizer = tokenizer_of(CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model(name), more=values)))
+    ids = tokenizer(text).input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == expected
+    if "<" not in text:
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_added_tokens_of_phi3_strip_the_spaces_after_them(tmp_path):
+    values = SENTENCEPIECE | {"general.name": "Phi-3-mini", "tokenizer.ggml.add_space_prefix": 0}
+    tokenizer = tokenizer_of(CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("phi3"), more=values)))
+    ids = tokenizer("<|x|>  a<s> a").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "<|x|>", "a", "<s>", f"{_}a"]
+
+
 def test_llama3_scaling_comes_back_from_its_factors(tmp_path):
     model = make_model("llama")
     wavelengths = 2 * np.pi * 10_000.0 ** (np.arange(0, 16, 2) / 16)
@@ -233,6 +293,10 @@ def test_what_cannot_be_carried_is_refused(tmp_path, more, words):
     refused(write_gguf(tmp_path / "a.gguf", make_model("llama"), more=more), words)
 
 
+def test_sentencepiece_of_a_qwen2_model_is_refused(tmp_path):
+    refused(write_gguf(tmp_path / "a.gguf", make_model("qwen2"), more=SENTENCEPIECE), "'llama' is not supported for")
+
+
 def test_an_unknown_tensor_is_refused(tmp_path):
     other = {"blk.0.attn_sinks.weight": np.ones(4, dtype=np.float32)}
     refused(write_gguf(tmp_path / "a.gguf", make_model("llama"), tensors=other), "blk.0.attn_sinks.weight")
@@ -256,6 +320,8 @@ def test_damage(tmp_path):
 
 def test_a_folder_of_one_file(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"))
+    assert CheckpointReader.open(tmp_path).source == path
+    (tmp_path / "config.json").write_text("{}")  # as in repositories of GGUF files
     assert CheckpointReader.open(tmp_path).source == path
     write_gguf(tmp_path / "b.gguf", make_model("llama"))
     refused(tmp_path, "contains 2 GGUF files (a.gguf, ...); pass one of them")
@@ -306,6 +372,52 @@ def test_a_file_without_a_tokenizer_is_named(tmp_path):
     reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama")))
     with pytest.raises(SurgeryError, match=r"a\.gguf: contains no tokenizer; use --calibration none"):
         tokenizer_of(reader, remedy="use --calibration none")
+    with pytest.raises(SurgeryError) as error:
+        export_checkpoint(reader.source, "llama.cpp")
+    assert (error.value.path, error.value.setting) == (reader.source, "tokenizer_from")
+
+
+def without(reader: CheckpointReader, name: str) -> CheckpointReader:
+    return reader.corrected({each: value for each, value in reader.config.items() if each != name})
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        lambda reader: reader.tensor("missing"),
+        lambda reader: export_checkpoint(reader.source, "llama.cpp"),
+        lambda reader: Source.of(without(reader, "vocab_size"), SimpleNamespace(device="cpu", dtype="float32")),
+        lambda reader: plan_both(ConversionRequest(reader.source, None, KVHeadsSettings(calibration="none")), {}),
+    ],
+)
+def test_errors_name_the_file_and_no_temporary_folder(tmp_path, refusal):
+    reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("qwen2")))
+    with pytest.raises(SurgeryError) as error:
+        refusal(reader)
+    assert str(error.value).startswith(str(reader.source))
+
+
+def full(*args, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("tempfile", "mkdtemp"), ("pathlib", "Path.write_text"), ("tempfile", "gettempdir")]
+)
+def test_a_full_disk_for_temporary_files_says_so(tmp_path, monkeypatch, module, name):
+    path = write_gguf(tmp_path / "a.gguf", make_model("llama"), tokenizer=True)
+    monkeypatch.setattr(f"{module}.{name}", full)
+    with pytest.raises(SurgeryError) as error:
+        CheckpointReader.open(path)
+    assert error.value.hint == OTHER_TEMPORARY
+
+
+def test_a_copy_without_space_says_where_temporary_files_go(tmp_path, monkeypatch):
+    reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama")))
+    monkeypatch.setattr("surgery.checkpoint.staging.free_bytes", lambda path: 0)
+    with pytest.raises(SurgeryError) as error:
+        reader.model_folder()
+    assert error.value.hint == OTHER_TEMPORARY
 
 
 def test_without_the_package(tmp_path, monkeypatch):

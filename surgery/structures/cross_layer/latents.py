@@ -34,12 +34,12 @@ class LatentSource(OwnSource):
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
         """Open the checkpoint; raise SurgeryError if the method is not xkv, or a layer not MLA with full attention."""
         if settings.method != "xkv":
-            raise SurgeryError.at(reader.path, f"latents are shared with method xkv only, not {settings.method}")
+            raise SurgeryError.at(reader.source, f"latents are shared with method xkv only, not {settings.method}")
         opened = super().open(reader, settings)
         kinds = {entry.kind for entry in entries_of(opened.config)}
         if kinds != {"latent"}:
             names = ", ".join(sorted(str(kind or "the family's own") for kind in kinds))
-            raise SurgeryError.at(reader.path, f"only MLA layers can share latents, not layers of kind {names}")
+            raise SurgeryError.at(reader.source, f"only MLA layers can share latents, not layers of kind {names}")
         for layer, window in enumerate(opened.windows):
             if window is not None:
                 raise SurgeryError(f"layer {layer} has a sliding window, so its latents cannot be shared")

@@ -95,7 +95,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> Source:
         """Open a checkpoint of a supported family, including MLA families for method xkv."""
         if settings.method != "xkv" and reader.config["model_type"] in LATENT_FAMILIES:
-            raise SurgeryError.at(reader.path, f"latents are shared with method xkv only, not {settings.method}")
+            raise SurgeryError.at(reader.source, f"latents are shared with method xkv only, not {settings.method}")
         return Source.of(reader, settings, any_family_of(reader.config))
 
     @classmethod

@@ -64,7 +64,7 @@ def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) 
         carrier,
         bytes_at(1),  # the first token lies in every window
         len(outcomes) == 1,
-        merged([engine_table(outcome.writer.config(config)) for outcome in outcomes]),
+        merged([engine_table(outcome.writer.config(config), folder=opened.reader.path) for outcome in outcomes]),
     )
 
 

@@ -104,11 +104,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         for name, (allowed, why) in TAKEN.items():
             value = getattr(settings, name)
             if value not in allowed:
-                raise SurgeryError(f"{name} {value}: {reader.path} is MLA already ({kind}); {why}")
+                raise SurgeryError(f"{name} {value}: {reader.source} is MLA already ({kind}); {why}")
         family = latent_family_of(reader.config)
         if family.inside is not None and not reader.stored_names:
             raise SurgeryError.at(
-                reader.path,
+                reader.source,
                 f"{kind} cannot be loaded alone by AutoModelForCausalLM: convert the complete "
                 f"{family.inside} checkpoint that contains it",
             )
