@@ -17,8 +17,6 @@ import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from surgery.common.errors import SurgeryError
-
 GROUP, PLUGIN = "vllm.general_plugins", "model_surgery"
 # Last line of a traceback, or pydantic's message below it, after a process name and a logger's prefix. "Engine core
 # initialization failed" and a count of validation errors are no causes.
@@ -29,8 +27,12 @@ CAUSE = re.compile(
 )
 
 
-class Refused(SurgeryError):
-    """Raised with the reason why vLLM was not started."""
+class Refused(Exception):
+    """Raised with the reason why vLLM was not started, and the setting to change if there is one."""
+
+    def __init__(self, reason: str, setting: str | None = None):
+        super().__init__(reason)
+        self.setting = setting
 
 
 def check(model: str, host: str, port: int) -> None:
