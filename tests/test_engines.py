@@ -293,7 +293,7 @@ def test_linear_and_yarn_scaling_are_exported(rope, added, checkpoints, tmp_path
     path = tmp_path / "ckpt"
     shutil.copytree(checkpoints("llama"), path)
     edit_config(path, rope_parameters=rope)
-    assert commands_of(path)["llama.cpp"][0] == NOT_TRIED
+    assert commands_of(path)["llama.cpp"][0] == LOADS_WITH
     exported = CheckpointReader.open(export_checkpoint(path, "llama.cpp", weights="f32").path)
     assert exported.config["rope_parameters"] == added | rope
     source, name = CheckpointReader.open(path), "model.layers.0.self_attn.k_proj.weight"

@@ -1,6 +1,6 @@
 """Conversion of a GGUF file's tokenizer to Hugging Face tokenizer files.
 
-The rules are those of llama.cpp's ``src/llama-vocab.cpp``, read and not run. transformers' conversion has others: it
+The rules are those of llama.cpp's ``src/llama-vocab.cpp``. transformers' conversion has others: it
 chooses by model type, adds a space at the start of a text only, and ignores ``add_space_prefix``.
 """
 

@@ -13,8 +13,8 @@ from surgery.engines.verdict import LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
 NAME = "llama.cpp"
 LLAMAS = ("llama", "mistral")
-ROPE_TYPES, UNTRIED_ROPE_TYPES = ("default", "llama3"), ("linear", "yarn")
-"""RoPE types that an export of plain attention writes; llama.cpp ran the first two in our tests."""
+ROPE_TYPES = ("default", "llama3", "linear", "yarn")
+"""RoPE types that an export of plain attention writes."""
 
 
 def obstacle(facts: Facts) -> str | None:
@@ -30,7 +30,7 @@ def obstacle(facts: Facts) -> str | None:
         return " and ".join(reasons) or None
     if facts.family in LLAMAS and facts.windowed:
         return "its llama class has no sliding windows"
-    if (facts.family in LLAMAS or facts.structure == DECILM) and facts.rope not in (*ROPE_TYPES, *UNTRIED_ROPE_TYPES):
+    if (facts.family in LLAMAS or facts.structure == DECILM) and facts.rope not in ROPE_TYPES:
         return f"surgery export does not write RoPE of type {facts.rope!r}"
     return None
 
@@ -57,6 +57,6 @@ def verdict(facts: Facts, path: str, folder: Path | None = None) -> Verdict:
     option = "" if folder is None or pre_tokenizer_name(folder) else " --tokenizer-from SOURCE.gguf"
     command = f"surgery export {shlex.quote(called)} --engine llama.cpp{option}"
     command += f" && llama-server -m {shlex.quote(f'{stem}.gguf')}"
-    if facts.kind not in LLAMA_CPP.kinds or facts.rope in UNTRIED_ROPE_TYPES:
+    if facts.kind not in LLAMA_CPP.kinds:
         return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test covers this kind of checkpoint")
     return Verdict(**fields, status=LOADS_WITH, command=command, reason=f"ran in llama.cpp {LLAMA_CPP}")

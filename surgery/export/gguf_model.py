@@ -23,7 +23,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.gguf_model import IN_LAYER, OUTSIDE, QK_NORMS, llama3_factors
 from surgery.common.errors import SurgeryError
 from surgery.engines.facts import DECILM, MLA
-from surgery.engines.llama_cpp import LLAMAS, UNTRIED_ROPE_TYPES
+from surgery.engines.llama_cpp import LLAMAS
 from surgery.transforms.latent_layer import interleaving
 
 ARCHITECTURES = {MLA: "deepseek2", DECILM: "deci", **dict.fromkeys(LLAMAS, "llama")}
@@ -135,7 +135,7 @@ class GGUFModel:
     def _write_rope_scaling(self, writer) -> None:
         """Write linear and YaRN scaling as llama.cpp's converter does; llama3's is the tensor of factors."""
         rope, kind = self.rope, self.rope["rope_type"]
-        if kind not in UNTRIED_ROPE_TYPES:
+        if kind not in ("linear", "yarn"):
             return
         length = self.reader.config["max_position_embeddings"]
         before = rope.get("original_max_position_embeddings") or length

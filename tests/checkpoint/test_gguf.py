@@ -9,7 +9,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import CONFIGS, make_model, write_gguf
+from gguf_files import CONFIGS, SENTENCEPIECE, make_model, write_gguf
+from gguf_files import SPACE as _
 from tiny_models import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -192,29 +193,6 @@ def test_gemma_merges_in_the_order_of_its_tokens(tmp_path, name):
         assert tokenizer.decode(ids[1:]) == text
 
 
-_ = "\u2581"
-SENTENCEPIECE = {
-    "tokenizer.ggml.model": "llama",
-    "tokenizer.ggml.tokens": [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "<0xC3>",
-        "<0xA9>",
-        _,
-        "a",
-        "b",
-        "c",
-        f"{_}a",
-        "ab",
-        "bc",
-        "<|x|>",
-    ],
-    "tokenizer.ggml.scores": [0.0] * 5 + [-9.0] * 4 + [-3.0, -5.0, -4.0, 0.0],
-    "tokenizer.ggml.token_type": [2, 3, 3, 6, 6, *[1] * 7, 3],
-}
-
-
 @pytest.mark.parametrize("name", ["llama", "starcoder2", "phi3"])
 @pytest.mark.parametrize(
     ("more", "text", "expected"),
@@ -223,9 +201,9 @@ SENTENCEPIECE = {
         ({}, " a", ["<s>", _, f"{_}a"]),
         ({}, "<|x|>a<s> b", ["<s>", "<|x|>", f"{_}a", "<s>", _, _, "b"]),
         ({}, "é", ["<s>", _, "<0xC3>", "<0xA9>"]),
-        ({"add_space_prefix": 0}, "abc", ["<s>", "a", "bc"]),
-        ({"add_space_prefix": 0}, "<|x|>a a", ["<s>", "<|x|>", "a", f"{_}a"]),
-        ({"add_bos_token": 0, "add_eos_token": 1}, "a", [f"{_}a", "</s>"]),
+        ({"add_space_prefix": False}, "abc", ["<s>", "a", "bc"]),
+        ({"add_space_prefix": False}, "<|x|>a a", ["<s>", "<|x|>", "a", f"{_}a"]),
+        ({"add_bos_token": False, "add_eos_token": True}, "a", [f"{_}a", "</s>"]),
     ],
 )
 def test_sentencepiece_is_split_as_in_llama_cpp(tmp_path, name, more, text, expected):
@@ -238,7 +216,7 @@ def test_sentencepiece_is_split_as_in_llama_cpp(tmp_path, name, more, text, expe
 
 
 def test_added_tokens_of_phi3_strip_the_spaces_after_them(tmp_path):
-    values = SENTENCEPIECE | {"general.name": "Phi-3-mini", "tokenizer.ggml.add_space_prefix": 0}
+    values = SENTENCEPIECE | {"general.name": "Phi-3-mini", "tokenizer.ggml.add_space_prefix": False}
     tokenizer = tokenizer_of(CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("phi3"), more=values)))
     ids = tokenizer("<|x|>  a<s> a").input_ids
     assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "<|x|>", "a", "<s>", f"{_}a"]

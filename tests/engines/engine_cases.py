@@ -34,6 +34,7 @@ def wide(name: str) -> PreTrainedConfig:
     return type(config)(**config.to_dict() | {"hidden_size": 128, "head_dim": 32})
 
 
+SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 SOURCES = {
     **CONFIGS,
     **{f"{name}_wide": partial(wide, name) for name in CONFIGS},
@@ -42,6 +43,8 @@ SOURCES = {
     "mistral_wide": lambda: MistralConfig(**WIDE, head_dim=64, sliding_window=None),
     "qwen2_wide": lambda: Qwen2Config(**WIDE | {"hidden_size": 512}),
     "llama_deci": lambda: LlamaConfig(**DECI, rms_norm_eps=1e-6),
+    "llama_linear": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters={"rope_type": "linear", **SCALED}),
+    "llama_yarn": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters={"rope_type": "yarn", **SCALED}),
     "llama3_plain": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE),
 }
 # Without text a layer is converted by its weights alone, in a second; what is compared is engines, not quality.

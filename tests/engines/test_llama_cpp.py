@@ -8,12 +8,15 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from engine_cases import NEW_TOKENS, PROMPTS, TEXT, Case, assert_same, demo, greedy, run
+from gguf_files import SENTENCEPIECE, make_model, write_gguf
 from tiny_models import HELD_OUT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from surgery.checkpoint import CheckpointReader
 from surgery.engines.trials import LLAMA_CPP
 from surgery.eval.variants.engine_cache import engine_cache
 from surgery.export import export_checkpoint
+from surgery.running.models import tokenizer_of
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 
@@ -27,6 +30,8 @@ CASES = [
     Case("llama", "llama", HEADS),
     Case("llama", "llama3", HEADS),
     Case("llama", "llama_bias", HEADS),
+    Case("llama", "llama_linear", HEADS),
+    Case("llama", "llama_yarn", HEADS),
     Case("mistral", "mistral", HEADS),
     Case(
         "nemotron-nas",
@@ -126,3 +131,34 @@ def test_the_demo_model_converted(weights, tmp_path):
     else:
         _, logprobs = greedy(path, TEXTS)
         assert all(abs(entry[0] - exact[0]) < 0.2 for entry, exact in zip(result["logprobs"], logprobs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"tokenizer.ggml.add_space_prefix": False},
+        {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True},
+        {"general.name": "Phi-3 mini"},
+    ],
+    ids=str,
+)
+def test_text_is_split_by_a_sentencepiece_gguf_as_here(more, tmp_path):
+    """The first predictions on texts with spaces at their start and after special tokens, bytes, and ties of scores."""
+    texts = ["abc", " a", "a  bc cab", "<|x|>a<s> b", "<|x|>  a<s>  a", "\u00e9", "ab<|x|>"]
+    filler = [
+        "<|endoftext|>",
+        *(f"<filler {number}>" for number in range(4095 - len(SENTENCEPIECE["tokenizer.ggml.tokens"]))),
+    ]
+    values = dict(SENTENCEPIECE)
+    for key, value in {"tokens": filler, "scores": [-99.0] * len(filler), "token_type": [1] * len(filler)}.items():
+        values[f"tokenizer.ggml.{key}"] = [*values[f"tokenizer.ggml.{key}"], *value]
+    model = make_model("llama")
+    path = write_gguf(tmp_path / "a.gguf", model, more=values | more)
+    result = generate(path, tmp_path, texts)
+    tokenizer = tokenizer_of(CheckpointReader.open(path))
+    for row, text in enumerate(texts):
+        ids = tokenizer(text).input_ids
+        assert result["prompt_tokens"][row] == len(ids), text
+        logprobs = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        assert result["logprobs"][row][0] == pytest.approx(logprobs.max().item(), abs=1e-4), text

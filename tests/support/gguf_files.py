@@ -89,6 +89,27 @@ CONFIGS |= {
     "cohere2": lambda: Cohere2Config(**LAYERS, logit_scale=0.5, **WINDOWS, head_dim=16),
 }
 ARCHS = {"gemma3_text": "gemma3", "cohere": "command-r"}
+SPACE = _ = "\u2581"
+SENTENCEPIECE = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<0xC3>",
+        "<0xA9>",
+        _,
+        "a",
+        "b",
+        "c",
+        f"{_}a",
+        "ab",
+        "bc",
+        "<|x|>",
+    ],
+    "tokenizer.ggml.scores": [0.0] * 5 + [-9.0] * 4 + [-3.0, -5.0, -4.0, 0.0],
+    "tokenizer.ggml.token_type": [2, 3, 3, 6, 6, *[1] * 7, 3],
+}
 PERMUTED = ("llama", "granite", "smollm3")
 
 
@@ -105,7 +126,7 @@ def write_gguf(
     Args:
         kind: GGML type of the matrices.
         tokenizer: write the demo model's, with a chat template.
-        more: further metadata by key; numbers, strings and None, which leaves a key out.
+        more: further metadata by key; numbers, booleans, strings and None, which leaves a key out.
         tensors: further tensors by name.
     """
     config = model.config
@@ -116,6 +137,8 @@ def write_gguf(
     for key, value in values.items():
         if isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, list):
