@@ -118,6 +118,7 @@ class Family:
         norm_offset: added to the stored weights of its RMS norms (1.0 for Gemma).
         layer_norm: whether the norms around the attention are LayerNorms.
         norm_eps: config key of these LayerNorms' eps.
+        input_norm: name of the norm before the attention; a layer without such a module has none.
         embedding_scale: factor on token embeddings.
         forwards_kwargs: whether its decoder layers pass unknown keyword arguments on to the attention.
         extra_parts: parts of its layers, outside the attention, that stock ``deepseek_v3`` lacks; None if there are
@@ -147,6 +148,7 @@ class Family:
     norm_offset: float = 0.0
     layer_norm: bool = False
     norm_eps: str = "layer_norm_eps"
+    input_norm: str = "input_layernorm"
     embedding_scale: Callable[[object], float] = lambda config: 1.0
     forwards_kwargs: bool = True
     extra_parts: str | None = None
