@@ -99,15 +99,15 @@ def _show_advice(page: Console, advice: dict) -> None:
 
     page.print(f"  best quality: {plain(command_of(advice['quality']))}", soft_wrap=True)
     page.print(f"  smallest: {plain(command_of(advice['smallest']))}", soft_wrap=True)
-    takers: dict[tuple[str, str], list[str]] = {}
+    takers: dict[str, list[str]] = {}
     for name, row in advice["engines"].items():
         # Conversions in bits, all of the custom class, lose too little for healing to be the next step.
         heal = "" if row["class"] == MODEL_TYPE else ", then surgery heal"
-        takers.setdefault((command_of(row), heal), []).append(
+        takers.setdefault(command_of(row) + heal, []).append(
             name if ran(row["engines"][name]) else f"{name} (passes its own check, not run)"
         )
-    for (command, heal), names in takers.items():
-        page.print(f"  for {', '.join(names)}: {plain(command)}{heal}", soft_wrap=True)
+    for command, names in takers.items():
+        page.print(f"  for {', '.join(names)}: {plain(command)}", soft_wrap=True)
 
 
 def _show_targets_verbose(page: Console, targets: list[dict]) -> None:

@@ -26,14 +26,15 @@ def own_softmax(config: PreTrainedConfig) -> bool:
 def has_learned_sinks(config: PreTrainedConfig) -> bool:
     """Return whether a family's attention has learned `sinks`: one extra logit per head in the softmax.
 
-    The mark of such a family is that its class in transformers does not support SDPA, and its logits have no cap.
+    The mark of such a family is that its class in transformers does not support SDPA, but has no setting of a cap.
     """
     from transformers import CONFIG_MAPPING, MODEL_MAPPING  # late: slow to import
 
+    if hasattr(config, "attn_logit_softcapping"):
+        return False
     family = getattr(config, "base_model_type", None)
     decoder = MODEL_MAPPING.get(CONFIG_MAPPING[family] if family else type(config), None)
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return decoder is not None and not decoder._supports_sdpa and not capped
+    return decoder is not None and not decoder._supports_sdpa
 
 
 def has_output_gate(attention: nn.Module) -> bool:

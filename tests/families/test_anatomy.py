@@ -117,9 +117,7 @@ def test_a_phi_is_read_as_what_it_is(checkpoints):
 def test_the_table_of_families_has_all_of_them():
     text = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")][1:]  # without its head
-    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(
-        [*BUILT_IN, *FUSED, *MULTIMODAL]
-    )
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted([*BUILT_IN, *FUSED, *MULTIMODAL])
     refused = text.partition("Refused by name")[2]
     assert set(re.findall(r"`(\w+)`", refused)) <= WHY_NOT.keys()
 
