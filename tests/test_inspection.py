@@ -166,7 +166,7 @@ def test_a_rope_that_one_target_takes_is_the_reason_of_the_others(tmp_path):
     assert inspection.kv["bytes_per_token"] == 256
     for target in inspection.targets:
         assert target["applies"] == (target["to"] == "hybrid")
-        assert target["applies"] or "but --to hybrid" in target["reasons"][0]
+        assert target["applies"] or "but hybrid" in target["reasons"][0]
 
 
 def test_verbose_shows_the_verdict_of_every_engine(inspected, checkpoints, monkeypatch, capsys):

@@ -16,13 +16,13 @@ from torch import BoolTensor, Tensor
 from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.families import FAMILIES
 from surgery.families.base import ATTENTION_PREFIX, head_shape
 from surgery.model.hybrid_entry import HybridEntry
 from surgery.model.latent_entry import NORM_OVER_HEADS, LatentEntry
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.low_rank_entry import Block, LowRankEntry, StreamingBlocks
 from surgery.model.streaming_latent_entry import Streaming, StreamingLatentEntry
+from surgery.running.layer_stream import source_family
 from surgery.transforms.head_order import permute_heads
 
 REASON = "no stock class has full and streaming heads in one layer"
@@ -75,8 +75,7 @@ class StreamableModel:
             )
         if config.get("kv_cache"):
             raise SurgeryError.at(path, "its KV cache is quantized; convert its source --to hybrid instead")
-        family = FAMILIES[config.get("base_model_type", config["model_type"])]
-        if family.sinks:
+        if (family := source_family(loaded)).sinks:
             raise SurgeryError.at(path, "streaming heads do not support its learned sinks; convert --to gqa")
         _, kv_heads, head_dim = head_shape(loaded)
         plain, units = SimpleNamespace(**config), []

@@ -55,9 +55,9 @@ def rope_frequencies(
         raise SurgeryError(f"config.json: rope_theta {theta!r} or partial_rotary_factor {part!r} is out of range")
     if kind == "dynamic":  # equals default RoPE up to max_position_embeddings
         raise SurgeryError(
-            "config.json: RoPE type 'dynamic' changes its frequencies beyond max_position_embeddings, which no conversion "
-            "but --to hybrid of models without MLA supports; for shorter contexts remove rope_scaling from config.json, or "
-            "set rope_type to 'default' in its rope_parameters",
+            "config.json: RoPE type 'dynamic' changes its frequencies beyond max_position_embeddings, which no target "
+            "but hybrid, for models without MLA, supports; for shorter contexts remove rope_scaling from config.json, "
+            "or set rope_type to 'default' in its rope_parameters",
             hint="--to hybrid",
         )
     if kind not in kinds:

@@ -30,17 +30,14 @@ def has_learned_sinks(config: PreTrainedConfig) -> bool:
     """
     from transformers import CONFIG_MAPPING, MODEL_MAPPING  # late: slow to import
 
-    if hasattr(config, "attn_logit_softcapping"):
-        return False
     family = getattr(config, "base_model_type", None)
     decoder = MODEL_MAPPING.get(CONFIG_MAPPING[family] if family else type(config), None)
-    return decoder is not None and not decoder._supports_sdpa
+    return not (decoder is None or decoder._supports_sdpa or hasattr(config, "attn_logit_softcapping"))
 
 
 def has_output_gate(attention: nn.Module) -> bool:
     """Return whether the family's `q_proj` also computes, after each head's query, a gate of the head's output."""
-    width = attention.config.num_attention_heads * attention.head_dim
-    return attention.q_proj.out_features == 2 * width
+    return attention.q_proj.out_features == 2 * attention.config.num_attention_heads * attention.head_dim
 
 
 def eager_attention(

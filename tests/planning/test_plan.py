@@ -210,7 +210,7 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
     target, scores, request = SimpleNamespace(name="lowrank"), [], []
 
     def sized(target, message, share, **kwargs):
-        of = {"target": target, "asked": {**message, "kv_ratio": share}, "kv_bytes": share}
+        of = {"target": target, "asked": {**message, "kv_ratio": share}, "kv_bytes": share, "name": share}
         return SimpleNamespace(**of) if share >= least else None
 
     def add(more):
@@ -220,7 +220,7 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
 
     attempts = []
     add([sized(target, {"bits": "auto"}, share) for share in (0.125, 0.0625)])
-    search_by_loss(attempts, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
+    search_by_loss(attempts, scores, SimpleNamespace(source_bytes=1.0, sized=sized, refused={}), 2.5, add)
     assert request[2:] == pytest.approx(looked_at, abs=1e-5)
 
 
