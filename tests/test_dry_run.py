@@ -67,6 +67,10 @@ def convert(monkeypatch, capsys, source, out, case, request):
     return report, lines[head:]
 
 
+def test_every_target_has_a_case():
+    assert {case.split()[0] for case in CASES} == {*TARGETS, SLICE.name}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_class_and_the_bytes_are_those_of_the_conversion(case, checkpoints, tmp_path, monkeypatch, capsys):
     family, request = CASES[case]

@@ -7,6 +7,7 @@ import own_models
 import pytest
 import torch
 import written_models
+from command_line import run_main
 from config_files import edit_config
 from tiny_models import SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -158,13 +159,34 @@ def test_stock_targets(inspected):
     assert targets["surgery convert --to mla --engine llama.cpp"]["engines"]["llama.cpp"]["command"].endswith(".gguf")
 
 
-def test_a_rope_that_no_target_takes_is_a_reason_and_not_a_failure(tmp_path):
+def test_a_rope_that_one_target_takes_is_the_reason_of_the_others(tmp_path):
     path = make_checkpoint(tmp_path / "src", "llama")
     edit_config(path, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     inspection = inspect_checkpoint(path)
     assert inspection.kv["bytes_per_token"] == 256
     for target in inspection.targets:
-        assert not target["applies"] and "RoPE type 'dynamic'" in target["reasons"][0]
+        assert target["applies"] == (target["to"] == "hybrid")
+        assert target["applies"] or "but hybrid" in target["reasons"][0]
+
+
+def test_verbose_shows_the_verdict_of_every_engine(inspected, checkpoints, monkeypatch, capsys):
+    targets = [target for target in inspected("llama").targets if target["applies"]]
+    texts = {" ".join(row["text"].split()) for target in targets for row in target["engines"].values()}
+    for flags, every in (([], False), (["--verbose"], True)):
+        monkeypatch.setenv("COLUMNS", "1000")
+        code, output, _ = run_main(monkeypatch, capsys, "inspect", checkpoints("llama"), *flags)
+        assert code == 0
+        assert all(text in " ".join(output.split()) for text in texts) == every
+
+
+def test_healing_is_advised_after_conversions_that_lose_more_than_bits(inspected, capsys):
+    inspection = inspected("llama")
+    show_inspection(inspection)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  for ")]
+    rows = inspection.advice["engines"].values()
+    healed = {f"{row['command'].removeprefix('surgery convert ')} (" for row in rows if row["class"] != "surgery"}
+    assert healed and any(not line.endswith("surgery heal") for line in lines)
+    assert all(any(name in line for name in healed) == line.endswith("surgery heal") for line in lines)
 
 
 def test_shown_and_printed_as_json(inspected, capsys):

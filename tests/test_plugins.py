@@ -11,8 +11,8 @@ import pytest
 import torch
 from processes import ROOT, Fork
 from safetensors.torch import load_file
-from tiny_models import DEMO, SHAPE, random_model
-from transformers import ArceeConfig
+from tiny_models import DEMO, EXPERTS, SHAPE, random_model
+from transformers import GraniteMoeSharedConfig
 
 import surgery
 from surgery.common import plugins
@@ -53,8 +53,8 @@ def installed(tmp_path_factory):
 def runs(installed, tmp_path_factory):
     """Return the result of each command: exit code, standard output, standard error."""
     work = tmp_path_factory.mktemp("work")
-    source = work / "arcee"
-    random_model(ArceeConfig(**SHAPE)).save_pretrained(source)
+    source = work / "granite"
+    random_model(GraniteMoeSharedConfig(**SHAPE, **EXPERTS, num_local_experts=4)).save_pretrained(source)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, source / file)
     small = ["--device", "cpu"]
@@ -72,6 +72,7 @@ def runs(installed, tmp_path_factory):
         "dry run": [*first, "--keep-heads", "1", "--dry-run"],
         "refused": [*first, "--keep-heads", "3"],
         "another's setting": [*first, "--rank", "3"],
+        "a setting that does not apply": [*first, "--kv-ratio", "0.5"],
         "family, custom class": ["convert", "--to", "lowrank", str(source), "--calibration", "none", *small, "--json"],
         "scorer": ["heads", str(source), "--method", "key-size", "--sinks", "4", "--window", "16", *scored],
         "task": ["eval", str(work / "first"), "--baseline", str(source), "--tasks", "loss,entropy", *windows, *report],
@@ -114,7 +115,7 @@ def test_a_family_and_a_structure_convert(runs):
     assert code == 0 and "kept heads" in output, err
     report = json.loads((runs["converted"] / "surgery_report.json").read_text())
     assert report["target"]["called"] == "attention that reads the first KV heads only"
-    assert report["kv"]["ratio"] == 0.5 and report["source"]["model_type"] == "arcee"
+    assert report["kv"]["ratio"] == 0.5 and report["source"]["model_type"] == "granitemoeshared"
     assert report["kv"]["measured_bytes_per_token"] == report["kv"]["predicted_bytes_per_token"]
     assert "attention that reads the first KV heads only" in (runs["converted"] / "README.md").read_text()
     code, output, err = runs["dry run"]
@@ -125,6 +126,7 @@ def test_its_refusals_are_one_line(runs):
     for name, entry in (
         ("refused", "--keep-heads 3 does not divide 2"),
         ("another's setting", "--rank is for lowrank"),
+        ("a setting that does not apply", "--kv-ratio"),
     ):
         code, _, err = runs[name]
         assert code == 1 and entry in err and "Traceback" not in err

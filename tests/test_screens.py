@@ -264,7 +264,7 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     assert "not measured here" in output
     assert "  best quality: --to lowrank --bits auto (25.0%)\n" in output
     assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto (6.2%)\n" in output
-    assert "  for vLLM on CPU: --to mla (25.0%), then surgery heal\n" in output
+    assert "  for vLLM on CPU: --to mla (25.0%)\n" in output
     assert "--to hybrid" not in output[output.index("recommended (") :]
     # No memory and no context: of a model of few positions it would be warned of, and what fits has nothing to choose.
     assert re.search(

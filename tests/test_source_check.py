@@ -35,6 +35,7 @@ CONVERSIONS = {
     "hybrid": {"streaming": 1, "sinks": 2, "recent": 8, "context": 100},
     "quantized": {"bits": 8, **TEXT},
 }
+assert set(CONVERSIONS) == set(TARGETS)
 COMMANDS = {
     "convert": ("convert", "--to", "lowrank", "--kv-ratio", 0.5),
     "plan": ("plan", "--kv-ratio", 0.5),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from surgery.checkpoint.config_file import arguments
 from surgery.common.errors import SurgeryError
+from surgery.families import family_around
 from surgery.families.base import MTP_LAYERS
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.parts import entry_of
@@ -18,10 +20,25 @@ def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: An
     own = {"architectures": ["SurgeryForCausalLM"], "model_type": MODEL_TYPE}
     if source["model_type"] != MODEL_TYPE:
         own["base_model_type"] = source["model_type"]
+        own |= _rope_layers(source)
     if source.get(MTP_LAYERS):
         own[MTP_LAYERS] = 0
     layers = [entry.to_entry() for entry in entries]
     return with_auto_map({**source, **own, "attention_layers": layers, **more})
+
+
+def _rope_layers(source: dict[str, Any]) -> dict[str, list[int]]:
+    """Return `no_rope_layers`, 1 where a layer has RoPE, if the family's config does not show it to the model class."""
+    from transformers import CONFIG_MAPPING
+
+    from surgery.model.rotary import has_rope
+
+    if (family := family_around(source["model_type"])) is None:
+        return {}
+    config = CONFIG_MAPPING[source["model_type"]](**arguments(source))
+    layers = range(config.num_hidden_layers)
+    rotates = [int(family.rotates(config, layer)) for layer in layers]
+    return {} if rotates == [has_rope(config, layer) for layer in layers] else {"no_rope_layers": rotates}
 
 
 def with_auto_map(config: dict[str, Any]) -> dict[str, Any]:

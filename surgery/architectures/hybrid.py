@@ -17,12 +17,12 @@ from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX, head_shape
-from surgery.model.attention_functions import LEARNED_SINKS
 from surgery.model.hybrid_entry import HybridEntry
 from surgery.model.latent_entry import NORM_OVER_HEADS, LatentEntry
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.low_rank_entry import Block, LowRankEntry, StreamingBlocks
 from surgery.model.streaming_latent_entry import Streaming, StreamingLatentEntry
+from surgery.running.layer_stream import source_family
 from surgery.transforms.head_order import permute_heads
 
 REASON = "no stock class has full and streaming heads in one layer"
@@ -75,7 +75,7 @@ class StreamableModel:
             )
         if config.get("kv_cache"):
             raise SurgeryError.at(path, "its KV cache is quantized; convert its source --to hybrid instead")
-        if config.get("base_model_type", config["model_type"]) in LEARNED_SINKS:
+        if (family := source_family(loaded)).sinks:
             raise SurgeryError.at(path, "streaming heads do not support its learned sinks; convert --to gqa")
         _, kv_heads, head_dim = head_shape(loaded)
         plain, units = SimpleNamespace(**config), []
@@ -93,6 +93,8 @@ class StreamableModel:
                 if len(layer_units) > 1 and config["base_model_type"] in NORM_OVER_HEADS:
                     raise SurgeryError.at(path, f"the key norm of layer {layer} spans all heads")
             else:
+                if family.output_gate:
+                    raise SurgeryError.at(path, "streaming heads do not support its output gate; convert --to lowrank")
                 count = getattr(entry, "kv_heads", kv_heads)
                 layer_units = tuple(Unit((head,), 2 * head_dim) for head in range(count))
             units.append(layer_units)

@@ -61,6 +61,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def check_sizes(config: dict[str, Any], where: str) -> None:
     """Raise SurgeryError if a config or a nested config has an impossible size or invalid rotary settings."""
     for name, value in config.items():
+        if name == "sliding_window" and config.get("use_sliding_window") is False:
+            continue  # unused; Qwen2-MoE stores a 0 then
         limit = LIMITS.get(SIZE_NAMES.get(name, name))
         if limit is not None:
             # Some entries are lists with a value per layer.

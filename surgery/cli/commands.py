@@ -189,8 +189,6 @@ def _shared(
     def called(
         quiet: bool,
         help_all: bool,
-        verbose: bool = False,
-        log_file: Path | None = None,
         follow_links: bool = False,
         **values: Any,
     ) -> None:
@@ -200,7 +198,8 @@ def _shared(
         from surgery.common.progress import QUIET
 
         command = command_line()
-        log = logged(command, log_file, verbose=verbose, version=__version__) if log_options else nullcontext()
+        logs = {name: values.pop(name) for name in log_options}  # `surgery inspect` has a --verbose of its own
+        log = logged(command, logs["log_file"], verbose=logs["verbose"], version=__version__) if logs else nullcontext()
         linked = {FOLLOW_LINKS: "1"} if follow_links else {}
         with environment(**(QUIET if quiet else {}), **linked), log:
             function(**values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.common.human import count, origin, per_token, shares_at, size
 from surgery.common.tables.table import Column
 from surgery.console.conversion import class_and_why
@@ -100,11 +101,13 @@ def _show_advice(page: Console, advice: dict) -> None:
     page.print(f"  smallest: {plain(command_of(advice['smallest']))}", soft_wrap=True)
     takers: dict[str, list[str]] = {}
     for name, row in advice["engines"].items():
-        takers.setdefault(command_of(row), []).append(
+        # Conversions in bits, all of the custom class, lose too little for healing to be the next step.
+        heal = "" if row["class"] == MODEL_TYPE else ", then surgery heal"
+        takers.setdefault(command_of(row) + heal, []).append(
             name if ran(row["engines"][name]) else f"{name} (passes its own check, not run)"
         )
-    for row, names in takers.items():
-        page.print(f"  for {', '.join(names)}: {plain(row)}, then surgery heal", soft_wrap=True)
+    for command, names in takers.items():
+        page.print(f"  for {', '.join(names)}: {plain(command)}", soft_wrap=True)
 
 
 def _show_targets_verbose(page: Console, targets: list[dict]) -> None:

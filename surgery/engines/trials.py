@@ -32,7 +32,7 @@ TRANSFORMERS = Trial(
             *("mla", "mla with biases", "mla with a frequency list", "mla with biases with a frequency list"),
             *("mla with experts", "mla with YaRN with experts", "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"),
             *("llama", "mistral", "mistral with a window", "mixtral", "qwen2", "qwen2 with a window", "seed_oss"),
-            *("smollm3", "granite"),
+            *("smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "helium", "jais2", "nemotron", "qwen2_moe"),
             *("glm", "glm4", "glm4_moe", "cohere", "cohere2 with a window", "ministral with a window", "ministral3"),
             *("llama4_text", "mistral4", "stablelm", "starcoder2", "starcoder2 with a window", "gemma", "gemma2"),
             *("gemma2 with a window", "gpt_oss", "gpt_oss with a window", "llava", "llava_next", "mistral3"),

@@ -1,71 +1,39 @@
-"""Model families: one declarative file per family, and a registry by ``model_type``."""
+"""Model families: one declarative file per family, which this module imports, and a registry by ``model_type``."""
 
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry
 from surgery.families.base import Family, head_shape
-from surgery.families.cohere import COHERE, COHERE2
-from surgery.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from surgery.families.gemma import GEMMA
-from surgery.families.gemma2 import GEMMA2
-from surgery.families.gemma3 import GEMMA3_TEXT
-from surgery.families.glm import GLM, GLM4
-from surgery.families.glm4_moe import GLM4_MOE
-from surgery.families.glm4_moe_lite import GLM4_MOE_LITE
-from surgery.families.gpt2 import GPT2
-from surgery.families.gpt_neox import GPT_NEOX
-from surgery.families.gpt_oss import GPT_OSS
-from surgery.families.granite import GRANITE, GRANITE_HYBRID
 from surgery.families.latent_family import LatentFamily
-from surgery.families.llama import LLAMA
-from surgery.families.llama4 import LLAMA4_TEXT
-from surgery.families.minicpm3 import MINICPM3
-from surgery.families.ministral import MINISTRAL, MINISTRAL3
-from surgery.families.mistral import MISTRAL
-from surgery.families.mistral4 import MISTRAL4
-from surgery.families.mixtral import MIXTRAL
-from surgery.families.olmo import OLMO2, OLMO3
-from surgery.families.qwen2 import QWEN2
-from surgery.families.qwen3 import QWEN3
-from surgery.families.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
-from surgery.families.qwen3_moe import QWEN3_MOE
-from surgery.families.qwen_vl import QWEN2_5_VL_TEXT, QWEN3_VL_MOE_TEXT, QWEN3_VL_TEXT
-from surgery.families.seed_oss import SEED_OSS
-from surgery.families.smollm3 import SMOLLM3
-from surgery.families.stablelm import STABLELM
-from surgery.families.starcoder2 import STARCODER2
-from surgery.families.youtu import YOUTU
 
-BUILT_IN = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL, SMOLLM3, GRANITE, SEED_OSS),
-    *(GLM, GLM4, COHERE, COHERE2, STABLELM, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GPT_OSS),
-    *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MINISTRAL3, LLAMA4_TEXT),
-    *(GPT_NEOX, GPT2, GLM4_MOE, GRANITE_HYBRID, STARCODER2, GEMMA),
-    *(QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
-)
+_MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+BUILT_IN = {each.model_type: each for module in _MODULES for each in vars(module).values() if isinstance(each, Family)}
+"""Every family that a file of this folder declares, by ``model_type``."""
 
-FAMILIES: Registry[Family] = Registry("families", {family.model_type: family for family in BUILT_IN}, Family)
-"""Families by ``model_type``, including plugins of installed packages."""
-
-LATENT_FAMILIES: dict[str, LatentFamily] = {
-    family.model_type: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
-}
+LATENT_FAMILIES = {name: family for name, family in BUILT_IN.items() if isinstance(family, LatentFamily)}
 """Families with MLA attention, by ``model_type``."""
 
+FAMILIES: Registry[Family] = Registry(
+    "families", {name: family for name, family in BUILT_IN.items() if name not in LATENT_FAMILIES}, Family
+)
+"""Families with keys and values per head by ``model_type``, including plugins of installed packages."""
+
+IN_8_BITS = "; use the 8-bit KV cache of its engine instead"
 LATENTS = "it has MLA attention already"
+NO_CACHE = "it has a recurrent state and no KV cache to make smaller"
 
 WHY_NOT = {
-    **dict.fromkeys(("gemma4", "gemma4_text"), "its layers share caches and differ in their number and size of heads"),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "its keys have a weighted norm after RoPE"),
-    **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), "it has a recurrent state instead of a KV cache"
-    ),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, with a sparse-attention indexer"),
-    **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, with two attentions or recurrent layers"),
+    **dict.fromkeys(("gemma4", "gemma4_text"), f"its layers share caches and differ in their heads{IN_8_BITS}"),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), f"its keys have a weighted norm after RoPE{IN_8_BITS}"),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), NO_CACHE),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENTS}, with a sparse-attention indexer{IN_8_BITS}"),
+    **dict.fromkeys(("longcat_flash", "kimi_linear"), f"{LATENTS}, with two attentions or recurrent layers{IN_8_BITS}"),
     "kimi_k2": "transformers has no such class; its weights are DeepSeek-V3's, so set model_type to deepseek_v3",
 }
-"""Reasons why known families are not supported, by ``model_type``."""
+"""Reasons why known families are not supported, and what to do instead, if anything, by ``model_type``."""
 
 __all__ = [
     "FAMILIES",
@@ -121,10 +89,7 @@ def family_around(model_type: str) -> Family | None:
 def _lookup(config: dict, families: Mapping[str, Family]) -> Family:
     model_type = config.get("model_type")
     if model_type not in families and model_type in WHY_NOT:
-        raise SurgeryError(
-            f"config.json: model_type {model_type!r} is not supported: {WHY_NOT[model_type]}; use the 8-bit "
-            "KV cache of its engine instead"
-        )
+        raise SurgeryError(f"config.json: model_type {model_type!r} is not supported: {WHY_NOT[model_type]}")
     if model_type not in families:
         raise SurgeryError(
             f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(families)})"

@@ -20,11 +20,6 @@ LAYER_PREFIX = "model.layers.{layer}."
 ATTENTION_PREFIX = "model.layers.{layer}.self_attn."
 
 
-def no_window(config, layer: int) -> int | None:
-    """Return None: full causal attention."""
-    return None
-
-
 def layer_types_window(config, layer: int) -> int | None:
     """Return the sliding window of layers that ``layer_types`` calls sliding (Qwen2, Qwen3); None for the rest."""
     types = getattr(config, "layer_types", None)
@@ -56,16 +51,6 @@ def keeps_state(config, layer: int) -> bool:
 def default_scale(config) -> float:
     """Return the scale of the attention logits in most families, ``head_dim ** -0.5``."""
     return head_shape(config)[2] ** -0.5
-
-
-def no_position(config) -> int | None:
-    """Return None: queries are not scaled by position."""
-    return None
-
-
-def no_cap(config) -> float | None:
-    """Return None: attention logits have no cap."""
-    return None
 
 
 def first_dense(single, config, layer: int) -> None:
@@ -118,6 +103,7 @@ class Family:
         norm_offset: added to the stored weights of its RMS norms (1.0 for Gemma).
         layer_norm: whether the norms around the attention are LayerNorms.
         norm_eps: config key of these LayerNorms' eps.
+        input_norm: name of the norm before the attention; a layer without such a module has none.
         embedding_scale: factor on token embeddings.
         forwards_kwargs: whether its decoder layers pass unknown keyword arguments on to the attention.
         extra_parts: parts of its layers, outside the attention, that stock ``deepseek_v3`` lacks; None if there are
@@ -133,12 +119,12 @@ class Family:
     norm_scope: Literal["head", "all"] = "head"
     unit_norm: Callable[[object, int], bool] = lambda config, layer: False
     stays: Callable[[object, int], bool] = lambda config, layer: False
-    window: Callable[[object, int], int | None] = no_window
+    window: Callable[[object, int], int | None] = lambda config, layer: None
     scale: Callable[[object], float] = default_scale
-    softcap: Callable[[object], float | None] = no_cap
+    softcap: Callable[[object], float | None] = lambda config: None
     sinks: bool = False
     output_gate: bool = False
-    first_scaled: Callable[[object], int | None] = no_position
+    first_scaled: Callable[[object], int | None] = lambda config: None
     eager: bool = False
     rotates: Callable[[object, int], bool] = lambda config, layer: True
     partial: bool = False
@@ -147,6 +133,7 @@ class Family:
     norm_offset: float = 0.0
     layer_norm: bool = False
     norm_eps: str = "layer_norm_eps"
+    input_norm: str = "input_layernorm"
     embedding_scale: Callable[[object], float] = lambda config: 1.0
     forwards_kwargs: bool = True
     extra_parts: str | None = None

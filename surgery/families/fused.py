@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.common.errors import SurgeryError
-from surgery.families.rope import check_not_dynamic
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,6 @@ def _phi3_parts(config: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 def _internlm3_config(config: dict[str, Any]) -> dict[str, Any]:
     """Translate an InternLM3 config to Llama's, which has other names for the bias settings."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    check_not_dynamic(rope.get("rope_type", rope.get("type")))
     biases = {name: bool(config.get(name, config.get(old))) for name, old in _BIASES.items()}
     if biases["attention_bias"] != biases["mlp_bias"]:
         raise SurgeryError("config.json: qkv_bias and bias must be equal for internlm3")

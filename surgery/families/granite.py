@@ -1,4 +1,4 @@
-"""Granite 3 and 4: Llama's attention with a scale from the config, between multipliers.
+"""Granite 3, with experts or none, and 4: Llama's attention with a scale from the config, between multipliers.
 
 Layers of Granite 4 have attention or a Mamba 2 state, which stays unchanged; models with Mamba layers have no RoPE.
 """
@@ -14,10 +14,10 @@ GRANITE = Family(
     extra_parts="multipliers of embeddings, residuals and logits",
 )
 
+GRANITE_MOE = replace(GRANITE, model_type="granitemoe", experts=True)
 GRANITE_HYBRID = replace(
-    GRANITE,
+    GRANITE_MOE,
     model_type="granitemoehybrid",
     rotates=lambda config, layer: config.position_embedding_type == "rope",
-    experts=True,
     extra_parts="multipliers of embeddings, residuals and logits, and recurrent layers",
 )

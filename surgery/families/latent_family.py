@@ -22,6 +22,16 @@ DOWN, NORM, UP = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 """Modules that a conversion to a smaller latent changes."""
 
 
+def mla_scale(config) -> float:
+    """Return DeepSeek's scale of attention logits: ``(nope + rope) ** -0.5 * mscale ** 2`` with YaRN's mscale."""
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = config.rope_parameters
+    factor, mscale = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
+    if rope.get("rope_type", "default") == "default" or not mscale or factor <= 1:
+        return scale
+    return scale * (0.1 * mscale * math.log(factor) + 1) ** 2
+
+
 @dataclass(frozen=True)
 class LatentFamily(Family):
     """Family whose attention is MLA under DeepSeek's names.
@@ -31,6 +41,7 @@ class LatentFamily(Family):
         inside: vision-language ``model_type`` that transformers' auto classes need to load it; None if it loads alone.
     """
 
+    scale: Callable[[object], float] = mla_scale
     neighbors: Callable[[object], bool] = lambda config: bool(config.rope_interleave)
     inside: str | None = None
 
@@ -105,13 +116,3 @@ class LatentFamily(Family):
         width = rope + config.qk_nope_head_dim if partial else rope
         inv_freq, factor = rope_frequencies(config, width, kinds=(*STATIC_ROPE_TYPES, "longrope"))
         return Rotation(inv_freq, factor, half_split_order(rope, rope, interleaved=self.neighbors(config)))
-
-
-def mla_scale(config) -> float:
-    """Return DeepSeek's scale of attention logits: ``(nope + rope) ** -0.5 * mscale ** 2`` with YaRN's mscale."""
-    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-    rope = config.rope_parameters
-    factor, mscale = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
-    if rope.get("rope_type", "default") == "default" or not mscale or factor <= 1:
-        return scale
-    return scale * (0.1 * mscale * math.log(factor) + 1) ** 2

@@ -2,7 +2,7 @@
 
 import math
 
-from surgery.families.latent_family import LatentFamily, mla_scale
+from surgery.families.latent_family import LatentFamily
 
 
 def _residual_scale(single, config, layer: int) -> None:
@@ -11,7 +11,6 @@ def _residual_scale(single, config, layer: int) -> None:
 
 MINICPM3 = LatentFamily(
     model_type="minicpm3",
-    scale=mla_scale,
     neighbors=lambda config: False,
     embedding_scale=lambda config: config.scale_emb,
     expert_layers=_residual_scale,

@@ -6,7 +6,7 @@ The remaining layers have linear attention (gated delta rule) and stay unchanged
 from dataclasses import replace
 
 from surgery.families.base import Family
-from surgery.families.qwen3_moe import QWEN3_MOE
+from surgery.families.qwen import QWEN3_MOE
 
 QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",

@@ -17,16 +17,6 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LONGROPE = "longrope"
 
 
-def check_not_dynamic(kind: Any) -> None:
-    """Raise SurgeryError for dynamic RoPE, which equals default RoPE up to ``max_position_embeddings``."""
-    if kind == "dynamic":
-        raise SurgeryError(
-            "config.json: RoPE type 'dynamic' changes its frequencies beyond max_position_embeddings, which no "
-            "conversion supports; for shorter contexts remove rope_scaling from config.json, or set rope_type to "
-            "'default' in its rope_parameters"
-        )
-
-
 def unchanged_length(config) -> int | None:
     """Return the longest text, in tokens, for which RoPE frequencies are constant; None if they never change."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -63,7 +53,13 @@ def rope_frequencies(
     theta, part = parameters["rope_theta"], parameters.get("partial_rotary_factor", 1.0)
     if not _is_number(theta) or not _is_number(part) or theta <= 0 or not 0 < part <= 1:
         raise SurgeryError(f"config.json: rope_theta {theta!r} or partial_rotary_factor {part!r} is out of range")
-    check_not_dynamic(kind)
+    if kind == "dynamic":  # equals default RoPE up to max_position_embeddings
+        raise SurgeryError(
+            "config.json: RoPE type 'dynamic' changes its frequencies beyond max_position_embeddings, which no target "
+            "but hybrid, for models without MLA, supports; for shorter contexts remove rope_scaling from config.json, "
+            "or set rope_type to 'default' in its rope_parameters",
+            hint="--to hybrid",
+        )
     if kind not in kinds:
         raise SurgeryError(f"config.json: RoPE type {kind!r} is not supported (supported: {', '.join(kinds)})")
     rotated = int(head_dim * part)

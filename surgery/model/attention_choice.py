@@ -8,7 +8,7 @@ Remote code that ships with the checkpoint: imports only torch, transformers and
 
 from torch import nn
 
-from .attention_functions import LEARNED_SINKS, is_flash, own_softmax
+from .attention_functions import has_learned_sinks, is_flash, own_softmax
 from .cache_layer import Call
 from .configuration_surgery import SurgeryConfig
 from .parts import entries_of
@@ -47,7 +47,7 @@ def check_weights(config: SurgeryConfig, decoder: nn.Module, call: Call) -> None
 
 def flash_problem(config: SurgeryConfig, family_flash: bool) -> str | None:
     """Return the reason why FlashAttention cannot run a model; None if it can."""
-    if not family_flash or config.base_model_type in LEARNED_SINKS:
+    if not family_flash or has_learned_sinks(config):
         return f"FlashAttention cannot run {config.base_model_type}"
     for index, entry in enumerate(entries_of(config)):
         if not entry.gives_weights(config) or entry.has_window or entry.shares_cache:

@@ -14,21 +14,30 @@ from transformers import Cache, PreTrainedConfig
 from .layer_entry import LayerEntry
 from .step_memo import once
 
-LEARNED_SINKS = ("gpt_oss",)
-"""Families whose attention has learned `sinks`: one extra logit per head in the softmax."""
-
-OUTPUT_GATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families whose `q_proj` also computes, after each head's query, a gate of the head's output."""
-
-
 SCALED_QUERIES = ("ministral3", "llama4_text")
 """Families that scale queries by position; Llama 4 does so in layers without RoPE."""
 
 
 def own_softmax(config: PreTrainedConfig) -> bool:
     """Return whether a model's attention caps logits or has learned sinks, which PyTorch's fused kernels lack."""
-    family = getattr(config, "base_model_type", config.model_type)
-    return family in LEARNED_SINKS or getattr(config, "attn_logit_softcapping", None) is not None
+    return getattr(config, "attn_logit_softcapping", None) is not None or has_learned_sinks(config)
+
+
+def has_learned_sinks(config: PreTrainedConfig) -> bool:
+    """Return whether a family's attention has learned `sinks`: one extra logit per head in the softmax.
+
+    The mark of such a family is that its class in transformers does not support SDPA, but has no setting of a cap.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING  # late: slow to import
+
+    family = getattr(config, "base_model_type", None)
+    decoder = MODEL_MAPPING.get(CONFIG_MAPPING[family] if family else type(config), None)
+    return not (decoder is None or decoder._supports_sdpa or hasattr(config, "attn_logit_softcapping"))
+
+
+def has_output_gate(attention: nn.Module) -> bool:
+    """Return whether the family's `q_proj` also computes, after each head's query, a gate of the head's output."""
+    return attention.q_proj.out_features == 2 * attention.config.num_attention_heads * attention.head_dim
 
 
 def eager_attention(
@@ -90,8 +99,8 @@ def attend(
     dropout = module.attention_dropout if module.training else 0.0
     if (cap := getattr(module.config, "attn_logit_softcapping", None)) is not None:
         kwargs["softcap"] = cap
-    if module.config.model_type in LEARNED_SINKS:
-        kwargs["s_aux"] = module.sinks
+    if isinstance(sinks := getattr(module, "sinks", None), torch.Tensor):
+        kwargs["s_aux"] = sinks
     width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     if missing and is_flash(module.config._attn_implementation):  # needs values as wide as keys
         value = nn.functional.pad(value, (0, missing))
@@ -177,7 +186,7 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def project_queries(module: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return normalized queries [B, T, H, d] of [B, T, D] before rotation, and the gate for `gated` or None."""
     query, gate = module.q_proj(hidden_states).unflatten(-1, (module.num_heads, -1)), None
-    if module.config.model_type in OUTPUT_GATES:
+    if query.shape[-1] == 2 * module.head_dim:
         query, gate = query.chunk(2, dim=-1)
     return normalize_heads(module.q_norm, query), gate
 

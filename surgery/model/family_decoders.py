@@ -32,7 +32,6 @@ class SeparateAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = getattr(config, "attention_dropout", getattr(config, "attn_pdrop", 0.0))
         self.is_causal = True
-        self.use_rope = getattr(config, "rope_parameters", None) is not None
         bias, width = getattr(config, "attention_bias", True), config.num_key_value_heads * self.head_dim
         self.q_proj, self.o_proj = nn.Linear(hidden, hidden, bias), nn.Linear(hidden, hidden, bias)
         self.k_proj, self.v_proj = nn.Linear(hidden, width, bias), nn.Linear(hidden, width, bias)

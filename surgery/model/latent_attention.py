@@ -90,7 +90,7 @@ class LatentAttention(Accelerated, nn.Module):
         config = stock.config
         self.kv_lora_rank, self.rope_dim = entry.kv_lora_rank, entry.rope_dim
         self.key_norm_eps = entry.key_norm_eps
-        self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
+        self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None)) or None
         self.ranks = entry.ranks
 
         self.q_proj = stock.q_proj

@@ -99,7 +99,7 @@ class LowRankAttention(Accelerated, nn.Module):
         # Gemma 3 and OLMo 3 have RoPE frequencies per layer type.
         kind = getattr(stock, "layer_type", getattr(stock, "attention_type", None))
         self.rope_of = kind if kind in (getattr(config, "rope_parameters", None) or ()) else None
-        self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None))
+        self.sliding_window = getattr(stock, "sliding_window", getattr(config, "sliding_window", None)) or None
 
         self.ranks, self.shared_layers = list(entry.ranks), entry.shared_layers
         self.exact_sinks, self.window = entry.sinks, entry.window

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from .attention_functions import normalize_heads
 
@@ -40,13 +41,25 @@ def rotation_of(stock: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch
 
     The pairing of channels is the family's. Channels after the first ρ, and layers without RoPE, stay unchanged.
     """
-    windows_rotate = stock.config.model_type == "cohere2"
-    one_angle_a_pair = stock.config.model_type == "gpt_oss"
-    nowhere = getattr(stock.config, "position_embedding_type", "rope") != "rope"  # of Granite 4
-    if nowhere or not getattr(stock, "use_rope", True) or (windows_rotate and stock.sliding_window is None):
+    if not has_rope(stock.config, stock.layer_idx):
         return unrotated
-    family = next(cls for cls in type(stock).__mro__ if hasattr(sys.modules[cls.__module__], "apply_rotary_pos_emb"))
-    return partial(_rotated, sys.modules[family.__module__].apply_rotary_pos_emb, 2 if one_angle_a_pair else 1)
+    modules = (sys.modules[cls.__module__] for cls in type(stock).__mro__)
+    family = next(module for module in modules if hasattr(module, "apply_rotary_pos_emb"))
+    one_angle_a_pair = hasattr(family, "_apply_rotary_emb")  # of gpt-oss, and of families with its functions
+    return partial(_rotated, family.apply_rotary_pos_emb, 2 if one_angle_a_pair else 1)
+
+
+def has_rope(config: PreTrainedConfig, layer: int) -> bool:
+    """Return whether a layer has RoPE, by the family's config.
+
+    Conversions write `no_rope_layers`, 1 where a layer has RoPE, for families where the other fields do not say so.
+    """
+    if layers := getattr(config, "no_rope_layers", None):
+        return bool(layers[layer])
+    if config.model_type == "cohere2":  # its converted checkpoints have no `no_rope_layers`
+        return config.layer_types[layer] == "sliding_attention"
+    with_rope = getattr(config, "position_embedding_type", "rope") == "rope"  # of Granite 4
+    return with_rope and getattr(config, "rope_parameters", None) is not None
 
 
 def unrotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -89,6 +102,7 @@ def rotates_plainly(module: nn.Module) -> bool:
 __all__ = [
     "NoRotation",
     "connect_rotary",
+    "has_rope",
     "project_heads",
     "rotary_of",
     "rotates_plainly",

@@ -175,8 +175,10 @@ def _measure_rounds(
     def to_rows(weighed: Sequence[Weighed], scores: Scores) -> list[Row]:
         return rows_of(weighed, scores, candidates.source_bytes, called)
 
-    rounds = Rounds(held_out, lambda weighed, part: measure(weighed, work, part), to_rows, share)
+    rounds = Rounds(held_out, lambda weighed, part: measure(weighed, work, part), to_rows, share, candidates.refused)
     rounds.add(entries)
+    if not rounds.weighed:
+        raise SurgeryError(_no_candidates(candidates.refused))
     rounds.add(_with_exact_layers(rounds, SHARES if share is None else [share], candidates.source_bytes))
     if share is None:
         search_by_loss(rounds.weighed, rounds.scores, candidates, settings.max_loss, rounds.add)

@@ -6,6 +6,7 @@ quarter, and the contenders for the choice on the other half.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from surgery.calibration.held_out import HeldOut
@@ -25,6 +26,7 @@ class Rounds:
         measure: measures candidates on a part of ``held_out``.
         rows_of: builds rows from candidates and their scores, in order.
         share: budget as a share of the source's bytes; None for a loss budget.
+        refused: reasons of refused candidates by name, to which those whose loss is not finite are added.
     """
 
     def __init__(
@@ -33,10 +35,11 @@ class Rounds:
         measure: Callable[[Sequence[Weighed], HeldOut], Carried],
         rows_of: Callable[[Sequence[Weighed], Scores], list[Row]],
         share: float | None,
+        refused: dict[str, str],
     ):
         first, self._last = held_out.split(-(-held_out.texts // 2))
         self._first, self._second = first.split(-(-first.texts // 2))
-        self._measure, self._rows_of, self._share = measure, rows_of, share
+        self._measure, self._rows_of, self._share, self._refused = measure, rows_of, share, refused
         self.weighed: list[Weighed] = []
         self.scores: Scores = []
 
@@ -50,12 +53,13 @@ class Rounds:
         Args:
             twice: whether candidates above the budget, which cannot be chosen, enter the second round, too.
         """
-        indices = range(len(self.weighed), len(self.weighed) + len(candidates))
+        start = len(self.weighed)
         self.weighed += candidates
-        self._measure_on(indices, self._first)
+        self._measure_on(range(start, len(self.weighed)), self._first)
         rows = self.rows()
         worse = clearly_worse(rows, self._share)
-        due = [index for index in indices if index not in worse and (twice or rows[index].fits_share(self._share))]
+        new = range(start, len(rows))
+        due = [index for index in new if index not in worse and (twice or rows[index].fits_share(self._share))]
         self._measure_on(due, self._second)
 
     def on_first(self, candidates: Sequence[Weighed]) -> list[Scored]:
@@ -67,7 +71,7 @@ class Rounds:
         self._measure_on(contenders(self.rows(), self._share, max_loss), self._last)
 
     def _measure_on(self, indices: Sequence[int], part: HeldOut) -> None:
-        """Measure the candidates at the indices ``indices`` on a part of the text, and merge the scores."""
+        """Measure the candidates at ``indices`` on a part of the text, merge the scores, and drop non-finite ones."""
         if not indices or not part.texts:
             return
         carried = self._measure([self.weighed[index] for index in indices], part)
@@ -77,3 +81,7 @@ class Rounds:
             else:
                 own, source = self.scores[index]
                 self.scores[index] = own.merge_with(score), source.merge_with(carried.source)
+        for index in reversed(indices):
+            if not all(map(math.isfinite, self.scores[index][0].losses)):
+                self._refused[self.weighed[index].name] = "failed: its loss is not finite"
+                del self.weighed[index], self.scores[index]

@@ -44,7 +44,7 @@ class PlanSettings(ConversionSettings):
     batch: int = setting(1, "Sequences whose caches share the memory.", least=1)
     engine: Server | None = setting(
         None,
-        "Only targets that this engine, or all of them, loads by a test or its own check; and its own cache formats, "
+        "Only targets that this engine, or all of them, does not refuse, tried or not; and its own cache formats, "
         "which need no conversion.",
     )
     heads: str | None = setting(
@@ -93,6 +93,10 @@ class PlanSettings(ConversionSettings):
             cache_formats(self.engine)  # raises for an engine without own formats
         if self.memory is not None:
             parse_size(self.memory, "memory")  # raises for an invalid size
+            if str(self.memory).strip().isdecimal() and self.memory_bytes < 2**20:
+                raise SurgeryError(
+                    f"memory {self.memory} has no unit, and so is in bytes", setting="memory", hint=f"{self.memory}GiB"
+                )
         if self.tokens < 1:
             raise SurgeryError("context must be at least 1", setting="context")
 

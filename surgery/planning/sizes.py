@@ -96,5 +96,6 @@ def _without_ratio(sized: Sized) -> dict[str, Any]:
 
 
 def _resized(sized: Sized, share: float, candidates: Candidates) -> Sized | None:
-    """Resize a candidate to another share of the source's bytes; None if it is refused."""
-    return candidates.sized(sized.target, _without_ratio(sized), share, record=False)
+    """Resize a candidate to another share of the source's bytes; None if it is refused, or has failed."""
+    resized = candidates.sized(sized.target, _without_ratio(sized), share, record=False)
+    return None if resized is None or resized.name in candidates.refused else resized

@@ -203,7 +203,8 @@ class LayerStream:
 
     def input_norm(self, layer: int) -> tuple[Tensor, Tensor | None] | None:
         """Return weight (with the family's offset) and bias [D] of the norm before attention; None without a norm."""
-        weight, bias = (f"{LAYER_PREFIX.format(layer=layer)}input_layernorm.{kind}" for kind in ("weight", "bias"))
+        norm = LAYER_PREFIX.format(layer=layer) + self.family.input_norm
+        weight, bias = f"{norm}.weight", f"{norm}.bias"
         if weight not in self.reader:
             return None
         weights = self.reader.tensor(weight) + self.family.norm_offset
@@ -331,7 +332,7 @@ class StreamedLayer:
 
     def attention_inputs(self, hidden: Tensor) -> Tensor:
         """Return the attention inputs [B, T, D], after the input norm if the family has one."""
-        norm = getattr(self.model.layers[0], "input_layernorm", None)
+        norm = getattr(self.model.layers[0], source_family(self.config).input_norm, None)
         return hidden if norm is None else norm(hidden)
 
     def decode(self, hidden: Tensor, prompt: int, cache) -> Tensor:

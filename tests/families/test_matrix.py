@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from config_files import edit_config
-from conversions import convert_checkpoint
+from conversions import STRUCTURE_TARGETS, convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, FAMILIES, HELD_OUT
@@ -79,6 +79,15 @@ FIRST = {
     "glm4_moe": (),
     "glm4_moe_norm": (),
     "internlm3": (),
+    "apertus": ("crosslayer",),
+    "arcee": (),
+    "dots1": (),
+    "ernie4_5": (),
+    "granitemoe": (),
+    "helium": ("mla",),
+    "jais2": (),
+    "nemotron": ("lowrank",),
+    "qwen2_moe": ("lowrank",),
 }
 """What each family is tested in by default: where what is its own meets what a structure does.
 
@@ -112,9 +121,12 @@ REFUSED = {
     ("granite4_state", "gqa"): "have a recurrent state and no KV heads",
     ("phi4_mini", "mla"): "longrope changes its frequencies .* convert --to lowrank",
     ("glm4_moe_norm", "gqa"): "with a q/k-norm",
+    ("apertus", "gqa"): "with a q/k-norm",
+    ("dots1", "gqa"): "with a q/k-norm",
+    ("nemotron", "crosslayer"): "nemotron layers pass .* convert --to lowrank",
 }
 
-STOCK = "falcon3", "seed_oss", "phi3", "internlm3"
+STOCK = "falcon3", "seed_oss", "phi3", "internlm3", "ernie4_5", "helium"
 """Families that stock ``deepseek_v3`` carries."""
 READ_AS_OTHERS = "phi3", "phi3_window", "phi4_mini", "internlm3"
 """Families whose checkpoints are another family's but for names."""
@@ -142,6 +154,7 @@ CASES = [
 def test_every_family_says_what_it_is_tested_in():
     missing = set(NEW) - set(FIRST)
     assert not missing, f"tests/families/test_matrix.py: give FIRST a line for {', '.join(sorted(missing))}"
+    assert set(STRUCTURES) == STRUCTURE_TARGETS
 
 
 @pytest.mark.parametrize(("name", "to"), CASES)

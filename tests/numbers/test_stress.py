@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from config_files import config_of, edit_config
-from conversions import convert_checkpoint
+from conversions import STRUCTURE_TARGETS, convert_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 
@@ -26,6 +26,7 @@ REQUESTS = {
     "hybrid": {"streaming": 1},
     "quantized": {"bits": 4},
 }
+assert set(REQUESTS) == STRUCTURE_TARGETS
 ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = 8

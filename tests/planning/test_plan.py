@@ -1,6 +1,7 @@
 """`surgery plan`: what it simulates is what a conversion writes, bytes are the live cache's, budgets are kept."""
 
 import json
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -207,7 +208,7 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
     target, scores, request = SimpleNamespace(name="lowrank"), [], []
 
     def sized(target, message, share, **kwargs):
-        of = {"target": target, "asked": {**message, "kv_ratio": share}, "kv_bytes": share}
+        of = {"target": target, "asked": {**message, "kv_ratio": share}, "kv_bytes": share, "name": share}
         return SimpleNamespace(**of) if share >= least else None
 
     def add(more):
@@ -217,7 +218,7 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
 
     attempts = []
     add([sized(target, {"bits": "auto"}, share) for share in (0.125, 0.0625)])
-    search_by_loss(attempts, scores, SimpleNamespace(source_bytes=1.0, sized=sized), 2.5, add)
+    search_by_loss(attempts, scores, SimpleNamespace(source_bytes=1.0, sized=sized, refused={}), 2.5, add)
     assert request[2:] == pytest.approx(looked_at, abs=1e-5)
 
 
@@ -296,7 +297,7 @@ def test_text_is_spent_where_it_decides(plan):
         differences = ([a - b for a, b in zip(own.losses, its.losses, strict=True)] for own, its in scores)
         return [row_of(plan, by_text, moved) for by_text, (_, moved) in zip(differences, some, strict=True)]
 
-    rounds = Rounds(held_out, measure, told, 0.5)
+    rounds = Rounds(held_out, measure, told, 0.5, {})
     rounds.add(attempts)
     rounds.decide(None)
     assert request == [([0, 1, 2, 3], [0, 1]), ([0, 1, 3], [2, 3]), ([0, 1], [4, 5, 6, 7])]
@@ -306,15 +307,34 @@ def test_text_is_spent_where_it_decides(plan):
     assert [texts for _, texts in request[3:]] == [[0, 1], [2, 3]]
     for share, due in ((0.5, [[0, 1], [2, 3]]), (0.2, [[0, 1]])):  # rows have 0.3 of the bytes
         del request[:]
-        some = Rounds(held_out, measure, told, share)
+        some = Rounds(held_out, measure, told, share, {})
         some.add(attempts[:1], twice=False)
         assert [texts for _, texts in request] == due
+
+
+@pytest.mark.parametrize("budget", [{"kv_ratio": 0.5}, {"max_loss": 10.0}], ids=str)
+def test_a_candidate_whose_loss_is_not_finite_has_failed(checkpoints, monkeypatch, budget):
+    def broken(some, work, part):
+        carried = measure(some, work, part)
+        for each, score in zip(some, carried.scored, strict=True):
+            if each.to == "lowrank":
+                score.losses[0] = math.nan
+        return carried
+
+    monkeypatch.setattr("surgery.planning.plan.measure", broken)
+    source, settings = checkpoints("llama"), {**budget, **TEXT, **CONTEXT}
+    result = make_plan(source, PlanSettings(allow=("lowrank", "gqa"), **settings))
+    assert {row.to for row in result.rows} == {"gqa"} and all(
+        name.startswith("--to lowrank") for name in result.refused
+    )
+    with pytest.raises(SurgeryError):
+        make_plan(source, PlanSettings(allow=("lowrank",), **settings))
 
 
 def test_sizes_around_a_budget_are_of_what_is_not_clearly_worse_there(plan):
     def sized(target, message, share, **kwargs):
         settings = {**message, "kv_ratio": share}
-        return SimpleNamespace(target=target, asked=settings, config=(target, share)) if share != 0.5 else None
+        return SimpleNamespace(target=target, asked=settings, config=(target, share), name="") if share != 0.5 else None
 
     attempts = [
         sized("good", {"bits": "auto"}, 0.25),
@@ -325,7 +345,8 @@ def test_sizes_around_a_budget_are_of_what_is_not_clearly_worse_there(plan):
         replace(row_of(plan, [cost, cost], cost, kv_ratio=size / 16), kv_bytes=size)
         for size, cost in [(4, 1.0), (3, 9.0), (5, 2.0)]  # the second is smaller, but the first keeps to the budget too
     ]
-    result = around_best(SimpleNamespace(weighed=attempts, rows=lambda: rows), SimpleNamespace(sized=sized), 0.25)
+    candidates = SimpleNamespace(sized=sized, refused={})
+    result = around_best(SimpleNamespace(weighed=attempts, rows=lambda: rows), candidates, 0.25)
     assert [(each.target, each.asked) for each in result] == [("good", {"bits": "auto", "kv_ratio": 0.125})]
 
 
@@ -441,6 +462,7 @@ def test_the_file_of_a_plan_is_what_convert_carries_out(plan, tmp_path, checkpoi
     [
         ({"memory": "8 potatoes"}, "not a size"),
         ({"memory": "0GiB"}, "not a size"),
+        ({"memory": "8"}, "has no unit"),
         ({"context": "long"}, "must be a number of tokens"),
         ({"context": "0"}, "at least 1"),
         ({"memory": "1GiB", "kv_ratio": 0.5}, "exclude each other"),

@@ -9,11 +9,15 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -25,7 +29,10 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    HeliumConfig,
+    Jais2Config,
     Llama4TextConfig,
     LlamaConfig,
     MiniCPM3Config,
@@ -33,6 +40,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -40,6 +48,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -215,6 +224,15 @@ CONFIGS |= {
         **{**SHAPE, **LATENT_EXPERTS, "head_dim": 16, "first_k_dense_replace": 0},
         **{"n_group": 1, "topk_group": 1, "use_qk_norm": True, "num_mtp_layers": 0},
     ),
+    "apertus": lambda: ApertusConfig(**SHAPE),
+    "arcee": lambda: ArceeConfig(**SHAPE),
+    "dots1": lambda: Dots1Config(**SHAPE, **LATENT_EXPERTS, first_k_dense_replace=1, sliding_window=None),
+    "ernie4_5": lambda: Ernie4_5Config(**SHAPE, head_dim=16),
+    "granitemoe": lambda: GraniteMoeConfig(**SHAPE, **MULTIPLIERS, **EXPERTS, num_local_experts=4),
+    "helium": lambda: HeliumConfig(**SHAPE, head_dim=8),
+    "jais2": lambda: Jais2Config(**SHAPE),
+    "nemotron": lambda: NemotronConfig(**SHAPE),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**SHAPE, **SHARED_EXPERT, mlp_only_layers=[1]),
 }
 if hasattr(transformers, "InternLM3Config"):  # newer than the floor
     CONFIGS["internlm3"] = lambda: transformers.InternLM3Config(**SHAPE, head_dim=16)

@@ -23,6 +23,11 @@ class FirstHeadsSettings(ConversionSettings):
 
     keep_heads: int = setting(1, "KV heads to keep, the first of as many groups.", least=1, section="Budget")
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kv_ratio is not None:  # inherited, and does not apply
+            raise SurgeryError("kv_ratio: keep_heads determines the bytes; drop kv_ratio", setting="kv_ratio")
+
 
 TARGET = Target(
     "first-heads",
