@@ -28,11 +28,16 @@ def has_learned_sinks(config: PreTrainedConfig) -> bool:
 
     The mark of such a family is that its class in transformers does not support SDPA, but has no setting of a cap.
     """
+    family = getattr(config, "base_model_type", config.model_type)
+    return not hasattr(config, "attn_logit_softcapping") and _lacks_sdpa(family)
+
+
+@cache
+def _lacks_sdpa(family: str) -> bool:
     from transformers import CONFIG_MAPPING, MODEL_MAPPING  # late: slow to import
 
-    family = getattr(config, "base_model_type", None)
-    decoder = MODEL_MAPPING.get(CONFIG_MAPPING[family] if family else type(config), None)
-    return not (decoder is None or decoder._supports_sdpa or hasattr(config, "attn_logit_softcapping"))
+    decoder = MODEL_MAPPING.get(CONFIG_MAPPING[family], None) if family in CONFIG_MAPPING else None
+    return decoder is not None and not decoder._supports_sdpa
 
 
 def has_output_gate(attention: nn.Module) -> bool:
