@@ -4,7 +4,8 @@
 blocks have memory for exactly the cached tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,11 +17,13 @@ from surgery.kernels.lowrank_decode.reference import rotation_tables
 from surgery.kernels.mla_decode.packed_operator import within_lanes
 from surgery.kernels.pack_rows.operator import pack_rows
 from surgery.kernels.unpack_rows.operator import unpack_rows
+from surgery.model.blockwise_rows import MOST_QUERIES, BlockwiseRows
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
-from surgery.model.token_quantizer import TokenQuantizer, with_gains
+from surgery.model.token_quantizer import TokenQuantizer, gains_in, with_gains
 from surgery_vllm.backend import PagedMetadata
 from surgery_vllm.rows import RowCache
+from surgery_vllm.spans import Span
 from surgery_vllm.steps import logged, over_pages, refusal_of_kernels
 
 
@@ -42,6 +45,7 @@ class LatentRows(RowCache):
     ):
         super().__init__(config, quantizer, inv_freq, **settings)
         self.in_latents = in_latents
+        self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, inv_freq)
         self.fields = fields_of(self.entry)
         if self.layout.unpacked:
             positions = get_current_vllm_config().model_config.max_model_len
@@ -67,6 +71,45 @@ class LatentRows(RowCache):
         values, gains = vectors.tensor_split([self.entry.format.channels], dim=-1)
         rows = pack_rows(values[None], self.quantizer.step, self.quantizer.mean, self.fields)[0]
         return with_gains(rows, gains) if gains.shape[-1] else rows
+
+    def outputs(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the spans of a batch and their outputs; on a CPU, few queries of a request read its rows in blocks."""
+        for span, rows, exact in self.packed(kv_cache, metadata):
+            queries = query[span.tokens]
+            if span.new <= MOST_QUERIES and rows.device.type == "cpu":
+                yield span, self.in_latents(queries, partial(self._in_blocks, rows=rows, exact=exact, span=span))
+            else:
+                vectors = self.vectors(rows, exact, span)
+                yield span, self.attend(queries.to(vectors.dtype), vectors, span)
+
+    def _in_blocks(self, query: Tensor, rows: Tensor, exact: Tensor | None, span: Span) -> Tensor:
+        """Compute outputs [B·T, H, r] fp32 of rotated queries [B·T, H, r + ρ] over rows [B, S, bytes]."""
+        query = (query.float() * self.impl.scale).unflatten(0, (len(rows), -1)).transpose(1, 2)
+        visible = torch.arange(rows.shape[1]) < span.seq_lens[:, None, None] - torch.arange(span.new).flip(0)[:, None]
+        if exact is None:
+            exact = query.new_empty(len(rows), 0, query.shape[-1])
+        else:  # arbitrary after the end of a request
+            exact = exact[:, : rows.shape[1]]
+            exact = torch.where(visible[:, -1, : exact.shape[1], None], exact, 0)
+        gains = None
+        if rows.shape[-1] > self.entry.format.row_bytes:
+            gains = gains_in(rows, self.entry.format.row_bytes).float().mT  # [B, G, S]
+            gains = gains.repeat_interleave(query.shape[1] // gains.shape[1], dim=1)[:, :, None]
+        start = torch.zeros(1, dtype=torch.long)
+        # A block of one request stays in the CPU's cache.
+        outputs = [
+            self.blocks.attend(
+                query[one],
+                rows[one],
+                exact[one],
+                self.quantizer,
+                start,
+                mask=visible[one, None],
+                gains=None if gains is None else gains[one],
+            )
+            for one in (slice(request, request + 1) for request in range(len(rows)))
+        ]
+        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)
 
     def step(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Tensor:
         """Compute outputs [B, H, ·] of queries [B, H, ·], whose tokens are in the cache already."""

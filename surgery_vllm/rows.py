@@ -125,12 +125,21 @@ class RowCache(PageCache):
 
     def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
         """Yield the spans of a batch and their vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
+        for span, rows, exact in self.packed(kv_cache, metadata):
+            yield span, self.vectors(rows, exact, span)
+
+    def vectors(self, rows: Tensor, exact: Tensor | None, span: Span) -> Tensor:
+        """Dequantize what `packed` yields to vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
+        return vectors_of(rows, self.quantizer, self.inv_freq, exact, span.seq_lens)
+
+    def packed(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor, Tensor | None]]:
+        """Yield the spans of a batch, their rows [B, S, bytes], and their first tokens [B, first, r + ρ] or None."""
         first, pages = self._first() if self.entry.first_tokens else (metadata, None)
         # Both KV cache groups divide a batch into the same spans, since their pages hold equally many tokens.
         for span, of_first in zip(metadata.spans, first.spans, strict=True):
             rows = gathered(self._rows(kv_cache), span.pages)[:, : span.longest]
             exact = None if pages is None else gathered(pages, of_first.pages[:, :1])
-            yield span, vectors_of(rows, self.quantizer, self.inv_freq, exact, span.seq_lens)
+            yield span, rows, exact
 
     def values_at(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
         """Read back the values [T, r + ρ] fp32 of new tokens by their slots [T]."""

@@ -70,8 +70,8 @@ class VectorImpl(AttentionImpl[PagedMetadata]):
         layer.write(kv_cache, key.squeeze(1), attn_metadata)
         if steps := attn_metadata.steps:
             output[: len(steps)] = layer.step(query[: len(steps)], kv_cache, attn_metadata)
-        for span, vectors in layer.read(kv_cache, attn_metadata):
-            output[span.tokens] = layer.attend(query[span.tokens].to(vectors.dtype), vectors, span)
+        for span, outputs in layer.outputs(query, kv_cache, attn_metadata):
+            output[span.tokens] = outputs
         return output
 
 
@@ -114,6 +114,11 @@ class VectorCache(Attention):
     def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
         """Write the vectors [T, c] of new tokens to the cache [pages, 1, tokens of a page, c]."""
         write_slots(kv_cache[:, 0], vectors, metadata.slot_mapping)
+
+    def outputs(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the spans of a batch and the outputs [B·T, H, ·] of their queries, of all queries [T, H, w]."""
+        for span, vectors in self.read(kv_cache, metadata):
+            yield span, self.attend(query[span.tokens].to(vectors.dtype), vectors, span)
 
     def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
         """Yield the spans of a batch and their vectors [B, S, c], arbitrary after the end of a request."""

@@ -227,9 +227,11 @@ def test_nothing_outside_a_structures_folder_asks_for_its_name():
 def test_the_plugin_and_engines_read_entries_without_a_model(folder):
     for file in sorted((ROOT / folder).rglob("*.py")):
         models = {name for name in imported(file) if package_of(name) == "model"}
-        # The plugin quantizes by the code that the model class does.
+        # The plugin quantizes, and reads rows on a CPU, by the code that the model class does.
         others = {"surgery.model.parts", "surgery.model.token_format"} | (
-            {"surgery.model.token_quantizer", "surgery.model.head_pairs"} if folder == "surgery_vllm" else set()
+            {f"surgery.model.{name}" for name in ("token_quantizer", "head_pairs", "blockwise_rows")}
+            if folder == "surgery_vllm"
+            else set()
         )
         assert all(name.endswith("_entry") or name in others for name in models), file
         others = {name for name in imported(file) - models if package_of(name) != "kernels"}

@@ -69,6 +69,3 @@ def _problem(config: SurgeryConfig, implementation: str, family_flash: bool) -> 
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return None if implementation in ALL_ATTENTION_FUNCTIONS else "not registered with transformers"
-
-
-__all__ = ["check_attention", "check_weights", "flash_problem"]

@@ -87,6 +87,3 @@ def _positions(
 def decoder_class(family: str) -> type[FamilyDecoder]:
     """Return the mixin of a family's decoder class."""
     return AxisDecoder
-
-
-__all__ = ["AxisDecoder", "decoder_class"]

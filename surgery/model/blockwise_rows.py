@@ -6,7 +6,7 @@ softmax of FlashAttention (arXiv:2205.14135). All in fp32.
 
 Columns of the buffer are bit fields: the first fields of all bytes of a section, then the second ones, and so on. One
 shift and one mask then unpack many runs at once. Steps and means of latents are folded into queries and outputs. Shared
-keys are dequantized and rotated by their position within the block; queries are rotated by the remaining distance.
+keys are dequantized and rotated by their position within the block; queries are rotated back by the block's position.
 
 Shapes: B batch, T new tokens, S tokens in the cache, n tokens of a block, r rank, ρ width of the shared key.
 
@@ -20,7 +20,6 @@ import threading
 import torch
 from torch import Tensor
 
-from .left_padding import LeftPadding
 from .token_format import PATTERNS, Runs, TokenFormat
 from .token_quantizer import TokenQuantizer
 
@@ -100,7 +99,7 @@ class BlockwiseRows:
         rows: Tensor,
         first: Tensor,
         quantizer: TokenQuantizer,
-        padding: LeftPadding,
+        starts: Tensor,
         *,
         mask: Tensor | None = None,
         gains: Tensor | None = None,
@@ -108,11 +107,11 @@ class BlockwiseRows:
         """Compute attention over all rows.
 
         Args:
-            query: queries of the new tokens, not rotated, times the attention scale [B, H, T, r + ρ].
+            query: queries of the last T tokens, rotated, times the attention scale [B, H, T, r + ρ].
             rows: packed rows [B, S, bytes]; further bytes may follow the packed values.
-            first: first tokens in full precision [B, F, r + ρ]; with the padding at most half a block.
+            first: first tokens in full precision [B, F, r + ρ].
             quantizer: quantizer of the rows.
-            padding: left padding of each batch row.
+            starts: index of each row's first token [B], at most half a block less F.
             mask: bool, true for visible keys, or additive [B or 1, 1, T, S]; None is causal.
             gains: factors of the scores [B, H, 1, S].
 
@@ -129,7 +128,7 @@ class BlockwiseRows:
         turning = torch.view_as_complex(self._rope.columns(query[..., rank:]).unflatten(-1, (self._rope.width // 2, 2)))
         units = (first.float()[..., :rank] - offset[:rank]) / step[:rank]
         exact = torch.cat((latent.columns(units), self._rope.columns(first.float()[..., rank:])), dim=-1)
-        index = (padding.on(rows.device)[:, None] + torch.arange(first.shape[1]))[..., None].expand_as(exact)
+        index = (starts[:, None] + torch.arange(first.shape[1]))[..., None].expand_as(exact)
         positions = torch.arange(length - tokens, length)
 
         sums = _RunningSoftmax()
@@ -144,7 +143,7 @@ class BlockwiseRows:
             if not start:
                 values.scatter_(1, index, exact)
             torch.view_as_complex(keys.unflatten(-1, (self._rope.width // 2, 2))).mul_(self._turns[: block.shape[1]])
-            turned = torch.view_as_real(turning * self._rotations(positions - start)).flatten(-2)
+            turned = torch.view_as_real(turning * self._rotations(torch.arange(-start, 1 - start))).flatten(-2)
             scores = (torch.cat((content, turned), dim=-1).flatten(1, 2) @ values.mT).unflatten(1, query.shape[1:3])
             if gains is not None:
                 scores = (scores + constant) * gains[..., start : start + size]

@@ -53,6 +53,3 @@ def _name_of(model: type[nn.Module]) -> str:
 def returned_cache(output: Any) -> Any:
     """Return the cache of a model's output; None if there is none."""
     return next((getattr(output, name) for name in (CACHE, *CACHE_NAMES) if hasattr(output, name)), None)
-
-
-__all__ = ["CACHE", "CACHE_NAMES", "cache_for", "rename_cache", "returned_cache", "takes_cache"]

@@ -194,6 +194,3 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             **{CACHE: returned_cache(outputs)},
         )
-
-
-__all__ = ["SurgeryForCausalLM"]

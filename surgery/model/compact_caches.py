@@ -73,6 +73,3 @@ def use_layers(config: SurgeryConfig, decoder: nn.Module, call: Call, *, trainin
         padding = set_padding(cache, call.get("attention_mask"), rows=len(new_tokens(call)))
         if padding is not None and training:
             call["left_padding"] = padding
-
-
-__all__ = ["new_layers", "prepare_decoder", "use_layers"]

@@ -214,6 +214,3 @@ def without_attention(config: dict[str, Any]) -> dict[str, Any]:
     """
     values = {name: value for name, value in config.items() if name not in _ATTENTION_FIELDS}
     return {name: without_attention(value) if isinstance(value, dict) else value for name, value in values.items()}
-
-
-__all__ = ["SurgeryConfig"]

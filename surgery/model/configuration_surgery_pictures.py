@@ -72,6 +72,3 @@ class SurgeryPicturesConfig(PreTrainedConfig):
             attn_implementation=self._attn_implementation,
             experts_implementation=self._experts_implementation,
         )
-
-
-__all__ = ["SurgeryPicturesConfig"]

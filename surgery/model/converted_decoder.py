@@ -170,6 +170,3 @@ def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call
         raise ValueError("packed documents with FlashAttention need a batch size of 1")
     if has_own_cache:
         call["documents"] = documents
-
-
-__all__ = ["ConvertedModel", "cache_layers", "cached_layers", "convert_decoder", "family_decoder_class"]

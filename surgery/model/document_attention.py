@@ -85,6 +85,3 @@ def _concat(parts: list[Tensor], documents: Spans, dim: int) -> Tensor:
 def _cut(tensor: Tensor, row: slice, span: slice) -> Tensor:
     """Slice rows and tokens [·, n, ...] of a tensor [B or 1, T, ...]."""
     return tensor[row if len(tensor) > 1 else slice(None), span]
-
-
-__all__ = ["DocumentAttention"]

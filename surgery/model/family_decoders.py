@@ -197,6 +197,3 @@ def _rename(module: nn.Module, names: dict[str, str]) -> None:
 def decoder_class(family: str) -> type[FamilyDecoder]:
     """Return the mixin of a family's decoder class, by `model_type`."""
     return DECODERS.get(family, PlacedDecoder)
-
-
-__all__ = ["DECODERS", "SeparateAttention", "decoder_class"]

@@ -26,6 +26,3 @@ def logit_cap(config: Any) -> float | None:
     """Return the softcap c in the final `c tanh(logits / c)`; None for most families."""
     family = getattr(config, "base_model_type", config.model_type)
     return getattr(config, "final_logit_softcapping", None) if family in CAPPED else None
-
-
-__all__ = ["CAPPED", "logit_cap", "logit_factor"]

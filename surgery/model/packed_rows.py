@@ -109,6 +109,3 @@ def _text_positions(positions: Tensor | None) -> Tensor | None:
 def _spans(starts: Tensor) -> list[slice]:
     first = starts.nonzero()[:, 0].tolist()
     return [slice(*span) for span in zip(first, [*first[1:], len(starts)], strict=True)]
-
-
-__all__ = ["VARLEN", "Spans", "new_tokens", "take_documents"]

@@ -102,7 +102,8 @@ class QuantizedLatentAttention(LatentAttention):
         if out is None:
             rows, irms = self._cached(values, hidden_states, layer)
             if axis_positions is None and self._reads_in_blocks(query, layer):
-                out = self._attend_in_blocks(query, rows, layer, attention_mask).transpose(1, 2)
+                rotated = self._rotated(query.float(), positions[..., past_length:])
+                out = self._attend_in_blocks(rotated, rows, layer, attention_mask).to(query.dtype).transpose(1, 2)
         if out is None:
             read, gains = self._read(rows, irms, values, layer)
             query = self._rotated(query, positions[..., past_length:])
@@ -166,7 +167,7 @@ class QuantizedLatentAttention(LatentAttention):
     def _attend_in_blocks(
         self, query: torch.Tensor, rows: torch.Tensor, layer: TokenCacheLayer, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute outputs [B, H, T, r] of unrotated queries [B, H, T, r + ρ] with `BlockwiseRows`."""
+        """Compute outputs [B, H, T, r] fp32 of rotated queries [B, H, T, r + ρ] with `BlockwiseRows`."""
         if self.blocks is None:
             self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, self.rotary.inv_freq)
         gains = None
@@ -175,5 +176,5 @@ class QuantizedLatentAttention(LatentAttention):
             gains = gains.repeat_interleave(self.num_key_value_groups, dim=1)[:, :, None]
         query, rows = query * self.scaling, rows.squeeze(1)
         first = layer.values.squeeze(1)
-        out = self.blocks.attend(query, rows, first, self.quantizer, layer.padding, mask=mask, gains=gains)
-        return out.to(query.dtype)
+        starts = layer.padding.on(rows.device)
+        return self.blocks.attend(query, rows, first, self.quantizer, starts, mask=mask, gains=gains)

@@ -65,6 +65,3 @@ def remote_code_files(auto_map: Mapping[str, str]) -> list[Path]:
 def _entry(config: Mapping[str, Any]) -> str:
     parts = parts_of(config)
     return next((entry for entry in ENTRIES if parts <= set(get_relative_imports(FOLDER / f"{entry}.py"))), ENTRIES[-1])
-
-
-__all__ = ["PICTURES_AUTO_MAP", "auto_map", "entry_class", "remote_code_files"]

@@ -97,15 +97,3 @@ def rotates_plainly(module: nn.Module) -> bool:
     row = torch.arange(float(module.head_dim)).view(1, 1, 1, -1)
     half = rotation(row, torch.zeros(1, 1, 2 * len(rotary.inv_freq)), torch.ones(1, 1, 2 * len(rotary.inv_freq)))
     return torch.equal(half, torch.cat((-row[..., module.head_dim // 2 :], row[..., : module.head_dim // 2]), dim=-1))
-
-
-__all__ = [
-    "NoRotation",
-    "connect_rotary",
-    "has_rope",
-    "project_heads",
-    "rotary_of",
-    "rotates_plainly",
-    "rotation_of",
-    "unrotated",
-]

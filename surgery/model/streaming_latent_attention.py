@@ -47,6 +47,3 @@ class StreamingLatentAttention(LatentAttention):
             mask = visible_mask(self, piece.visible, query.dtype)
             out.append(attend(self, query[:, :, piece.tokens], *key_value, mask, **kwargs)[0])
         return torch.cat(out, dim=1), None
-
-
-__all__ = ["StreamingLatentAttention"]

@@ -23,7 +23,7 @@ FORMATS = {
 
 
 def _case(latent_runs, rope_runs, tokens: int, padding: list[int], queries: int):
-    """A quantizer, a filled cache and queries, from fixed seeds."""
+    """A quantizer, a filled cache and rotated queries, from fixed seeds."""
     generator = torch.Generator().manual_seed(0)
     rank, token_format = TokenFormat(latent_runs).channels, TokenFormat((*latent_runs, *rope_runs))
     quantizer = TokenQuantizer(token_format)
@@ -35,18 +35,18 @@ def _case(latent_runs, rope_runs, tokens: int, padding: list[int], queries: int)
     rows, _ = layer.update(quantizer.encode(values), values)
     query = torch.randn(len(padding), HEADS, queries, token_format.channels, generator=generator) / 2
     inv_freq = torch.rand((token_format.channels - rank) // 2, generator=generator)
+    angles = torch.arange(tokens - queries, tokens)[:, None].double() * inv_freq.double()
+    query[..., rank:] = rotate_pairs(query[..., rank:].double(), angles.cos(), angles.sin()).float()
     return quantizer, layer, rows, query, inv_freq, rank
 
 
 def _expected(quantizer, layer, rows, query, inv_freq, rank, visible, gains):
     """The same in fp64, of everything decoded at once."""
     values = layer.with_first(quantizer.decode(rows, torch.float64))
-    length, queries = values.shape[2], query.shape[2]
-    angles = torch.arange(length)[None, None, :, None].double() * inv_freq.double()
+    angles = torch.arange(values.shape[2])[None, None, :, None].double() * inv_freq.double()
     cos, sin = angles.cos(), angles.sin()
     key = torch.cat((values[..., :rank], rotate_pairs(values[..., rank:], cos, sin)), -1)
-    turned = rotate_pairs(query[..., rank:].double(), cos[:, :, length - queries :], sin[:, :, length - queries :])
-    scores = torch.cat((query[..., :rank].double(), turned), -1) @ key.mT * gains
+    scores = query.double() @ key.mT * gains
     return scores.masked_fill(~visible, -1e30).softmax(-1) @ values[..., :rank]
 
 
@@ -63,8 +63,8 @@ def test_it_is_attention_over_all_decoded_values(name, tokens, padding, queries,
     visible = visible[:, None]
     gains = torch.rand(len(padding), HEADS, 1, tokens, generator=torch.Generator().manual_seed(1)) + 0.5
     want = _expected(quantizer, layer, rows, query, inv_freq, rank, visible, gains)
-    blocks = BlockwiseRows(*FORMATS[name], inv_freq)
+    blocks, starts = BlockwiseRows(*FORMATS[name], inv_freq), layer.padding.on(rows.device)
     additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     for mask in (visible, additive, *([None] if not any(padding) else [])):
-        result = blocks.attend(query, rows[:, 0], layer.values[:, 0], quantizer, layer.padding, mask=mask, gains=gains)
+        result = blocks.attend(query, rows[:, 0], layer.values[:, 0], quantizer, starts, mask=mask, gains=gains)
         assert (result - want).abs().max() < 2e-5
