@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
+HELD_OUT = "held-out losses are measured every eval_every steps, and surgery eval measures the result"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
 REMOVED = {
@@ -39,7 +40,12 @@ REMOVED = {
     "utilization": "a dry run measures the speed of this machine; run it on the machine of the training",
     "quantization_aware": "training always reads the quantized values of packed rows: leave it out",
     "attention surgery": "PyTorch's fused attention was faster on a GPU: leave it out",
-    "orthogonal": "nested ranks are trained without it: leave it out",
+    "orthogonal": "leave it out: nested ranks were removed, too",
+    "nested_ranks": "heal each size on its own: surgery slice, then surgery heal",
+    "evaluate_every": HELD_OUT,
+    "evaluate_tasks": HELD_OUT,
+    "evaluate_data": HELD_OUT,
+    "evaluate_limit": HELD_OUT,
     "stream": "datasets are always streamed: set `tokens` to limit them",
     "data teacher": "use builtin or your own text",
     "calibration self": "use --calibration chat, which samples replies of the model to built-in prompts",
