@@ -37,6 +37,8 @@ LINES = {
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
     "attention surgery": ["heal", "builtin", "--attention", "surgery"],
     "orthogonal": ["heal", "builtin", "--orthogonal"],
+    "train_patterns": ["heal", "builtin", "--train-patterns", "*.norm.weight"],
+    **{f"objective {name}": ["heal", "builtin", "--config", "{file}"] for name in ("reverse_kl", "jsd", "jsd_beta")},
     "nested_ranks": ["heal", "builtin", "--nested-ranks", "1.0,0.5"],
     "evaluate_every": ["heal", "builtin", "--evaluate-every", "500"],
     "evaluate_tasks": ["heal", "builtin", "--evaluate-tasks", "loss"],
@@ -87,6 +89,8 @@ LINES = {
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / "settings.yaml"
     text = f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n"
+    command, _, removed = name.partition(" ")
+    text = f"objective: {{kl: 1, {removed}: 0.5}}\n" if command == "objective" else text
     file.write_text("data: [{source: org/name, stream: true}]\n" if name == "stream" else text)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")

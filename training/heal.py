@@ -70,7 +70,7 @@ from surgery.version import __version__
 register()
 
 REPORT = "heal.json"
-DECIDING = ("length", "train", "train_patterns", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
+DECIDING = ("length", "train", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
 DECIDING += ("schedule", "warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed")
 DECIDING += ("entry_factors",)
 """Settings that must not change when a run resumes; limits, logging and saving may."""

@@ -108,7 +108,7 @@ class Loop:
         # Settings that were removed since then are ignored.
         saved_names = {name for name in state["identity"] if removal(name) is None}
         for name in sorted(self._t.identity.keys() | saved_names):
-            value, saved_value = self._t.identity.get(name), state["identity"].get(name)
+            value, saved_value = self._t.identity.get(name), _without_removed(name, state["identity"].get(name))
             if saved_value != value:
                 raise SurgeryError.at(
                     path,
@@ -333,6 +333,13 @@ class Loop:
             t.progress.note(f"writing the state after step {at.best_step}, which has the lowest held-out {self.judge}")
         t.log.write("end", step=at.step, why=self.ended, seconds=at.seconds)
         t.progress.note(f"{self.ended}: {at.step} steps, {count(at.tokens)} tokens in {duration(at.seconds)}")
+
+
+def _without_removed(name: str, value: Any) -> Any:
+    """Return the value of a setting without entries that were removed since it was saved."""
+    if not isinstance(value, dict):
+        return value
+    return {key: entry for key, entry in value.items() if removal(f"{name} {key}") is None}
 
 
 def _to_floats(values: Sequence[Tensor | float]) -> list[float]:

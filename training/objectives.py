@@ -1,26 +1,22 @@
-"""Objectives of healing: divergences from the teacher's distribution, and cross-entropy, in chunks of positions.
+"""Objectives of healing: divergence from the teacher's distribution, and cross-entropy, in chunks of positions.
 
 With P the teacher's distribution over the next token and Q the student's, both at temperature τ (softmax of logits/τ):
 
-    forward KL    τ² Σ P (log P - log Q)                                     Hinton et al., arXiv:1503.02531
-    reverse KL    τ² Σ Q (log Q - log P)                                     Gu et al., MiniLLM, arXiv:2306.08543
-    JSD(β)        τ² [β KL(P ‖ M) + (1 - β) KL(Q ‖ M)],  M = βP + (1 - β)Q     Agarwal et al., GKD, arXiv:2306.13649
+    KL    τ² Σ P (log P - log Q)    Hinton et al., arXiv:1503.02531
 
-The factor τ² keeps the gradients' magnitude as τ changes. JSD(β)/β tends to the forward KL for β → 0 and
-JSD(β)/(1 - β) to the reverse KL for β → 1, so JSD itself tends to 0 at both ends. At β = 0 and 1 exactly it is defined
-here, as in other implementations, as the forward and the reverse KL. Cross-entropy uses temperature 1. All are means
-over positions, in nats, computed in fp32 (fp64 for fp64 heads) from logits in the head's dtype.
+The factor τ² keeps the gradients' magnitude as τ changes. Cross-entropy uses temperature 1. Both are means over
+positions, in nats, computed in fp32 (fp64 for fp64 heads) from logits in the head's dtype.
 
-Gradients reach the student's hidden states and its head. Against the top-k tokens of a teacher (`top_k.TopK`), the
-three divergences compare distributions over k + 1 outcomes: the k tokens and "any other". This is a lower bound of the
-divergence over the vocabulary, by the data processing inequality, and equals it for k = V.
+Gradients reach the student's hidden states and its head. Against the top-k tokens of a teacher (`top_k.TopK`), KL
+compares distributions over k + 1 outcomes: the k tokens and "any other". This is a lower bound of the divergence over
+the vocabulary, by the data processing inequality, and equals it for k = V.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, log
+from math import isfinite
 
 import torch
 from torch import BoolTensor, LongTensor, Tensor
@@ -35,8 +31,7 @@ from surgery.training.top_k import TopK, buckets
 Teacher = States | TopK
 """Teacher at the student's positions: hidden states with a head, or cached top-k logits."""
 
-DISTILLED = ("kl", "reverse_kl", "jsd")
-ON_LOGITS = (*DISTILLED, "cross_entropy")
+ON_LOGITS = ("kl", "cross_entropy")
 PARTS = (*ON_LOGITS, "hidden", "attention", "layerwise")
 
 
@@ -45,9 +40,8 @@ class ObjectiveWeights(FileSettings):
     """Weights of the losses; a loss of weight 0 is not computed.
 
     Attributes:
-        kl, reverse_kl, jsd, cross_entropy: weights of the losses in the module docstring.
-        jsd_beta: β of the JSD, 0 to 1.
-        temperature: τ of the three divergences.
+        kl, cross_entropy: weights of the losses in the module docstring.
+        temperature: τ of the divergence.
         hidden, attention: weights of `matching.matching_loss` on the outputs of layers and of attention modules.
         layerwise: weight of the same loss on attention outputs, with each attention on its teacher's input, so that
             layers train independently (CSKV, arXiv:2409.10593). It excludes all other losses.
@@ -57,9 +51,6 @@ class ObjectiveWeights(FileSettings):
     """
 
     kl: float = 1.0
-    reverse_kl: float = 0.0
-    jsd: float = 0.0
-    jsd_beta: float = 0.5
     temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden: float = 0.0
@@ -75,7 +66,8 @@ class ObjectiveWeights(FileSettings):
             raise SurgeryError(f"all objective weights are 0: set one of {', '.join(PARTS)} above 0")
         if self.layerwise and len(self.parts()) > 1:
             raise SurgeryError("objective layerwise excludes other losses: train them in a second stage")
-        _check(self.temperature, self.jsd_beta)
+        if not (isinstance(self.temperature, int | float) and isfinite(self.temperature) and self.temperature > 0):
+            raise SurgeryError(f"temperature must be a positive number, not {self.temperature!r}")
 
     def parts(self) -> list[str]:
         """Return the names of the losses with nonzero weights."""
@@ -84,7 +76,7 @@ class ObjectiveWeights(FileSettings):
     @property
     def needs_teacher(self) -> bool:
         """Return whether a loss compares with the teacher's distribution."""
-        return any(getattr(self, name) for name in DISTILLED)
+        return bool(self.kl)
 
 
 def predicting(labels: LongTensor) -> BoolTensor:
@@ -104,7 +96,7 @@ def logit_losses(
     """Compute the unweighted losses on logits in one pass over the positions.
 
     Args:
-        weights: select the losses, and give β and τ.
+        weights: select the losses, and give τ.
         student: states at the N predicting positions.
         teacher: states at the same positions, of any hidden size, or its top-k logits; None if no loss needs it. It
             gets no gradient.
@@ -139,7 +131,7 @@ def logit_losses(
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
         logits = student._replace(hidden=chunk["hidden"]).logits()
-        losses = _divergences(weights, logits, teacher, chunk) if weights.needs_teacher else {}
+        losses = {"kl": _divergence(weights.temperature, logits, teacher, chunk)} if weights.needs_teacher else {}
         if weights.cross_entropy:
             losses["cross_entropy"] = token_cross_entropy(logits, chunk["targets"], reduction="sum")
         return torch.stack([losses[name] for name in names])
@@ -179,7 +171,7 @@ def _teacher_columns(
         SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
     """
     if teacher is None:
-        raise SurgeryError("kl, reverse_kl and jsd need a teacher: set teacher or teacher_logits")
+        raise SurgeryError("kl needs a teacher: set teacher or teacher_logits")
     is_kept = isinstance(teacher, TopK)
     size = teacher.vocabulary if is_kept else teacher.vocabulary()
     if size != vocabulary:
@@ -195,11 +187,8 @@ def _teacher_columns(
     return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
 
 
-def _divergences(
-    weights: ObjectiveWeights, logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Compute the divergences of a chunk, summed over positions, by the names of `ObjectiveWeights`."""
-    temperature = weights.temperature
+def _divergence(temperature: float, logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]) -> Tensor:
+    """Compute the KL divergence of a chunk, summed over positions."""
     if isinstance(teacher, TopK):
         student, target = buckets(logits, teacher.of({name: chunk[name] for name in teacher.tensors()}))
     else:
@@ -207,27 +196,4 @@ def _divergences(
             target = teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device)
             target = log_softmax(target / temperature, dim=-1)
         student = log_softmax(logits / temperature, dim=-1)
-    betas = {"kl": 0.0, "reverse_kl": 1.0, "jsd": weights.jsd_beta}
-    return {
-        name: temperature**2 * _divergence(student, target, beta)
-        for name, beta in betas.items()
-        if getattr(weights, name)
-    }
-
-
-def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Compute JSD(β) of log-probabilities [N, m], summed over rows, without the factor τ²."""
-    if beta == 0:
-        return (teacher.exp() * (teacher - student)).sum()
-    if beta == 1:
-        return (student.exp() * (student - teacher)).sum()
-    mixture = torch.logaddexp(teacher + log(beta), student + log(1 - beta))
-    of_teacher = (teacher.exp() * (teacher - mixture)).sum()
-    return beta * of_teacher + (1 - beta) * (student.exp() * (student - mixture)).sum()
-
-
-def _check(temperature: float, beta: float = 0.5) -> None:
-    if not (isinstance(temperature, int | float) and isfinite(temperature) and temperature > 0):
-        raise SurgeryError(f"temperature must be a positive number, not {temperature!r}")
-    if not (isinstance(beta, int | float) and 0 <= beta <= 1):
-        raise SurgeryError(f"jsd_beta must be a number from 0 to 1, not {beta!r}")
+    return temperature**2 * (target.exp() * (target - student)).sum()

@@ -25,9 +25,9 @@ NO_TRACKER = "none"
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")
 """Settings of the teacher signal. If none is set, `surgery heal` distills from the student's recorded source."""
 
-LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy", "hidden", "attention", "layerwise")
-SHAPES = ("jsd_beta", "temperature")
-"""Names in an objective: weights of losses, and parameters of the losses."""
+LOSSES = ("kl", "cross_entropy", "hidden", "attention", "layerwise")
+TEMPERATURE = "temperature"
+"""Names in an objective: weights of losses, and the temperature of kl."""
 SHORT_DTYPES = {name: short for short, name in DTYPE_NAMES.items()}
 
 
@@ -85,9 +85,6 @@ class HealSettings(FileSettings):
         "Parameters to train: attention, new (those that the teacher lacks under that name and shape), lora, or all.",
         section="What trains",
     )
-    train_patterns: tuple[str, ...] = setting(
-        (), "Names of additional parameters to train, with * and ?.", advanced=True
-    )
     balanced: bool = setting(
         True,
         "First rescale latents between two trainable weights, so that one learning rate suits both.",
@@ -111,7 +108,7 @@ class HealSettings(FileSettings):
     )
     objective: dict[str, float] = setting(
         factory=dict,
-        help="Weights of kl, reverse_kl, jsd, cross_entropy, hidden and attention, with jsd_beta and temperature.",
+        help="Weights of kl, cross_entropy, hidden and attention, with the temperature of kl.",
         more="Or layerwise alone: each attention module against the teacher's on the same input, as a stage before one "
         "with the others. Empty: kl 1, or cross_entropy 1 without a teacher.",
         section="Objective",
@@ -288,10 +285,6 @@ class HealSettings(FileSettings):
                 "patience needs held-out measurements: set held_out and eval_every too",
             ),
             (
-                self.train == "lora" and self.train_patterns,
-                'train_patterns is not supported with train "lora", which trains adapters only: remove it',
-            ),
-            (
                 self.train != "lora" and self.lora_modules,
                 'lora_modules needs train "lora": set it, or remove lora_modules',
             ),
@@ -312,13 +305,11 @@ class HealSettings(FileSettings):
         if not isinstance(self.objective, dict):
             raise SurgeryError(f"objective must map losses to weights, not be {self.objective!r}", setting="objective")
         for name in self.objective:
-            if name not in (*LOSSES, *SHAPES):
-                raise SurgeryError(
-                    f"objective: unknown loss {name!r}{did_you_mean(str(name), [*LOSSES, *SHAPES])}",
-                    setting="objective",
-                )
+            if name not in (*LOSSES, TEMPERATURE):
+                reason = removal(f"objective {name}") or f"unknown{did_you_mean(str(name), [*LOSSES, TEMPERATURE])}"
+                raise SurgeryError(f"objective: {name} {reason}", setting="objective")
         matched = [name for name in ("hidden", "attention", "layerwise") if self.objective.get(name)]
-        distilled = matched + [name for name in ("kl", "reverse_kl", "jsd") if self.objective.get(name)]
+        distilled = matched + ["kl"] * bool(self.objective.get("kl"))
         if distilled and not self.has_teacher:
             raise SurgeryError(
                 f"objective {distilled[0]} needs a teacher: set teacher, or use cross_entropy", setting="objective"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
+KL = "use kl, the divergence that every report trained with"
 HELD_OUT = "held-out losses are measured every eval_every steps, and surgery eval measures the result"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
@@ -42,6 +43,10 @@ REMOVED = {
     "attention surgery": "PyTorch's fused attention was faster on a GPU: leave it out",
     "orthogonal": "leave it out: nested ranks were removed, too",
     "nested_ranks": "heal each size on its own: surgery slice, then surgery heal",
+    "train_patterns": "use --train all, or --train lora with lora_modules",
+    "objective reverse_kl": KL,
+    "objective jsd": KL,
+    "objective jsd_beta": KL,
     "evaluate_every": HELD_OUT,
     "evaluate_tasks": HELD_OUT,
     "evaluate_data": HELD_OUT,

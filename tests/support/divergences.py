@@ -11,15 +11,5 @@ def forward_kl(student: States, teacher: Teacher, temperature: float = 1.0, **ho
     return logit_losses(weights, student, teacher, **how)["kl"]
 
 
-def reverse_kl(student: States, teacher: Teacher, temperature: float = 1.0, **how) -> Tensor:
-    weights = ObjectiveWeights(kl=0.0, reverse_kl=1.0, temperature=temperature)
-    return logit_losses(weights, student, teacher, **how)["reverse_kl"]
-
-
-def jsd(student: States, teacher: Teacher, beta: float = 0.5, temperature: float = 1.0, **how) -> Tensor:
-    weights = ObjectiveWeights(kl=0.0, jsd=1.0, jsd_beta=beta, temperature=temperature)
-    return logit_losses(weights, student, teacher, **how)["jsd"]
-
-
 def cross_entropy(student: States, targets: LongTensor, **how) -> Tensor:
     return logit_losses(ObjectiveWeights(kl=0.0, cross_entropy=1.0), student, targets=targets, **how)["cross_entropy"]

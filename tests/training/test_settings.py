@@ -8,7 +8,7 @@ import pytest
 from surgery.common.errors import SurgeryError
 from surgery.training.objectives import ObjectiveWeights
 from surgery.training.schedule import Budget, learning_rate
-from surgery.training.settings import LOSSES, SHAPES, HealSettings, named
+from surgery.training.settings import LOSSES, TEMPERATURE, HealSettings, named
 from surgery.training.trackers import check_tracker
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -37,7 +37,7 @@ def test_shipped_settings_are_the_defaults():
         ({"train": "new"}, "set teacher"),
         ({"patience": 2, "held_out": 0}, "patience needs held-out"),
         ({"lora_modules": ["q_proj"]}, 'needs train "lora"'),
-        ({"objective": {"revers_kl": 1}}, "did you mean reverse_kl"),
+        ({"objective": {"cross_entropi": 1}}, "did you mean cross_entropy"),
         ({"objective": {"kl": 1}}, "kl needs a teacher"),
         ({"objective": {"hidden": 1}, "teacher_logits": "cache"}, "needs the teacher's layers"),
         ({"objective": {"hidden": 1}, "teacher": "t", "compile": True}, "does not support compile"),
@@ -63,11 +63,11 @@ def test_numbers_that_yaml_reads_as_text():
 
 
 def test_the_objective_is_what_was_named_and_nothing_else():
-    assert {each.name for each in fields(ObjectiveWeights)} == {*LOSSES, *SHAPES}
+    assert {each.name for each in fields(ObjectiveWeights)} == {*LOSSES, TEMPERATURE}
     assert HealSettings(teacher="t").weights().parts() == ["kl"]
     assert HealSettings().weights().parts() == ["cross_entropy"]
-    weights = HealSettings(teacher="t", objective={"jsd": 2.0, "jsd_beta": 0.1}).weights()
-    assert (weights.parts(), weights.jsd_beta) == (["jsd"], 0.1)
+    weights = HealSettings(teacher="t", objective={"hidden": 2.0, "temperature": 0.5}).weights()
+    assert (weights.parts(), weights.temperature) == (["hidden"], 0.5)
 
 
 def test_steps_of_a_budget():
