@@ -11,8 +11,6 @@ while the mean is above and lowered while it is below.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import LongTensor, Tensor
 
@@ -20,9 +18,6 @@ from surgery.heads.gate_training import train_gates
 from surgery.heads.gates import gated_heads, input_device
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.running.attention_tap import AttentionCall, tap_attention
-
-LEARNING_RATE = 0.04
-"""Twice the paper's learning rate, which trains for 2,000 steps."""
 
 DESCENT = 0.5
 """Share of the steps over which the constraint on the mean gate falls from 1 to the target."""
@@ -57,8 +52,6 @@ class DuoObjective:
         penalty: weight of the mean gate.
     """
 
-    name = "duo"
-
     def __init__(self, session: ScoringSession, batch: int | None = None) -> None:
         """Draw the sequences for ``batch`` per step, as in `train_gates`."""
         self._model, self._settings = session.model, session.settings
@@ -70,12 +63,8 @@ class DuoObjective:
         self.slope_sum = torch.zeros_like(self.gate_sum)
         self.penalty = torch.tensor(session.settings.penalty, dtype=torch.float32, device=self._device)
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the parameter group of the gates."""
-        return [{"params": [self.gates], "lr": self._settings.learning_rate or LEARNING_RATE}]
-
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that change in training."""
+        """Return all tensors that change in training, by name; the journal stores them."""
         return {
             "gates": self.gates,
             "gate_sum": self.gate_sum,
@@ -83,8 +72,8 @@ class DuoObjective:
             "penalty": self.penalty,
         }
 
-    def backward(self, step: int, sequence: int) -> Tensor:
-        """Backpropagate the mean squared error of hidden states, relative to the teacher's mean square."""
+    def backward(self, sequence: int) -> Tensor:
+        """Backpropagate the mean squared error of hidden states, relative to the teacher's mean square; return it."""
         tokens = self._needles.tokens[sequence][None]
         positions = self._needles.answers[sequence, 1:].nonzero()[:, 0]
         # The same attention kernel as under gates, so that gates of 1 give a loss of 0.
@@ -98,7 +87,7 @@ class DuoObjective:
 
     @torch.no_grad()
     def penalize(self, step: int) -> None:
-        """Update the penalty's weight and add its gradient."""
+        """Update the penalty's weight and add its gradient, after the sequences' were averaged over all processes."""
         self.slope_sum -= self.gates.grad
         descent = min(1.0, (step + 1) / (DESCENT * self._settings.steps))
         excess = self.gates.mean() - (1 - (1 - self._settings.target) * descent)
@@ -107,7 +96,7 @@ class DuoObjective:
         self.gates.grad += self.penalty / self.gates.numel()
 
     @torch.no_grad()
-    def finish(self, step: int) -> None:
+    def finish(self) -> None:
         """Clamp the gates to [0, 1], outside autograd so that gradients still reach them, and add them to their sum."""
         self.gates.clamp_(0, 1)
         self.gate_sum += self.gates
