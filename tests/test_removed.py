@@ -56,6 +56,7 @@ LINES = {
     "calibration self": ["convert", "builtin", "--calibration", "self"],
     "convert wandb": ["convert", "builtin", "--wandb", "p"],
     "convert wandb_mode": ["convert", "builtin", "--wandb-mode", "offline"],
+    "log_file": ["convert", "builtin", "--log-file", "log.txt"],
     "push_to_hub": ["convert", "builtin", "--push-to-hub", "me/x"],
     "run copy": ["recipes", "--copy", "testbed-mla"],
     "config copy": ["configs", "--copy", "mla"],

@@ -57,6 +57,7 @@ REMOVED = {
     "calibration self": "use --calibration chat, which samples replies of the model to built-in prompts",
     "convert wandb": "use surgery eval --wandb, which logs the result next to its source",
     "convert wandb_mode": "use surgery eval --wandb, which logs the result next to its source",
+    "log_file": "redirect standard error, which has a line per phase: 2>> FILE, with --verbose for times and memory",
     "push_to_hub": "use surgery push CKPT ORG/NAME",
     "run copy": "use surgery config NAME > NAME.yaml and edit the file",
     "config copy": "use surgery config NAME > NAME.yaml and edit the file",
