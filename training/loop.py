@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
 from surgery.common.human import count, decimal, duration, size, with_perplexity
-from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
 from surgery.common.removed import removal
 from surgery.training.checkpoints import BEST, Checkpoints
@@ -121,8 +120,6 @@ class Loop:
         self._saved_step = self.at.step
         self._t.accelerator.step = 0  # accelerate's count of accumulated batches; checkpoints lie between steps
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
-        if message := other_threads(state.get("threads"), torch.get_num_threads()):
-            self._t.progress.note(f"{path}: {message}")
         self._t.log.write("resume", step=self.at.step, checkpoint=str(path.name))
         return True
 
@@ -307,7 +304,7 @@ class Loop:
     def _save(self, name: str | None = None) -> None:
         at = self.at
         state = {"step": at.step, "position": asdict(at), "identity": self._t.identity}
-        path = self._t.checkpoints.save({**state, "threads": torch.get_num_threads()}, name)
+        path = self._t.checkpoints.save(state, name)
         self._t.log.write("checkpoint", step=at.step, name=path.name)
         if name is None:
             self._saved, self._saved_step = at.seconds, at.step
