@@ -171,7 +171,7 @@ def _run_step(
     _write(results, {"event": "begin", "step": step.name, "limit": round(limit, 1), "arguments": arguments, **_now()})
     print(f"{step.name}, at most {limit:.0f} s", flush=True)
     began, cut, programs = time.monotonic(), False, _programs(environment)
-    process = starter(arguments, {**environment, **step.environment(setup)}, log)
+    process = starter(arguments, environment, log)
     while (code := process.poll()) is None:
         time.sleep(POLL)
         _write(results, *({"step": step.name, "row": row} for row in records.new()))
@@ -211,6 +211,7 @@ def _environment(work: Path, device: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
+        "SURGERY_TESTS": str(work / "tests.jsonl"),
         "TOKENIZERS_PARALLELISM": "false",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         **({"TRITON_INTERPRET": "0"} if device.startswith("cuda") else {}),
