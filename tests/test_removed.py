@@ -8,6 +8,7 @@ from surgery.common.removed import REMOVED
 from surgery.planning.plan_file import read_plan
 from surgery.planning.settings import PlanSettings
 
+OBJECTIVES = ("reverse_kl", "jsd", "jsd_beta", "attention", "temperature")
 LINES = {
     "fit_steps": ["convert", "builtin", "--fit-steps", "0"],
     "fit_iterations": ["convert", "builtin", "--fit-iterations", "8"],
@@ -39,7 +40,9 @@ LINES = {
     "attention surgery": ["heal", "builtin", "--attention", "surgery"],
     "orthogonal": ["heal", "builtin", "--orthogonal"],
     "train_patterns": ["heal", "builtin", "--train-patterns", "*.norm.weight"],
-    **{f"objective {name}": ["heal", "builtin", "--config", "{file}"] for name in ("reverse_kl", "jsd", "jsd_beta")},
+    **{f"objective {name}": ["heal", "builtin", "--config", "{file}"] for name in OBJECTIVES},
+    "patience": ["heal", "builtin", "--patience", "3"],
+    "final_learning_rate": ["heal", "builtin", "--final-learning-rate", "0.1"],
     "nested_ranks": ["heal", "builtin", "--nested-ranks", "1.0,0.5"],
     "evaluate_every": ["heal", "builtin", "--evaluate-every", "500"],
     "evaluate_tasks": ["heal", "builtin", "--evaluate-tasks", "loss"],

@@ -71,7 +71,7 @@ register()
 
 REPORT = "heal.json"
 DECIDING = ("length", "train", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
-DECIDING += ("schedule", "warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed")
+DECIDING += ("schedule", "warmup", "weight_decay", "betas", "clip", "dtype", "seed")
 DECIDING += ("entry_factors",)
 """Settings that must not change when a run resumes; limits, logging and saving may."""
 

@@ -92,7 +92,7 @@ class Loop:
     @property
     def takes_best(self) -> bool:
         """Return whether the best state is written instead of the last."""
-        return self._t.keeps_best or self._t.settings.patience is not None
+        return self._t.keeps_best
 
     def resume(self) -> bool:
         """Resume from the newest complete checkpoint; return False if there is none.
@@ -124,7 +124,7 @@ class Loop:
         return True
 
     def run(self) -> None:
-        """Train until the budget is used up or the held-out loss stops falling.
+        """Train until the budget is used up.
 
         Raises:
             Interrupted: SIGTERM or SIGINT arrived; a checkpoint was saved.
@@ -219,7 +219,7 @@ class Loop:
         at, settings = self.at, self._t.settings
         tokens = at.tokens + self._batch * settings.length / 2
         used = self._budget.used(at.step + 0.5, tokens, at.seconds)
-        factor = learning_rate(settings.schedule, used, warmup=settings.warmup, final=settings.final_learning_rate)
+        factor = learning_rate(settings.schedule, used, warmup=settings.warmup)
         rate = settings.learning_rate * factor
         for group in self._t.optimizer.param_groups:
             group["lr"] = rate
@@ -251,7 +251,7 @@ class Loop:
             )
 
     def _measure(self) -> None:
-        """Measure the held-out loss; save the best state, and end the run after `patience` measurements without one."""
+        """Measure the held-out loss; save the best state if it is to be written."""
         t, at = self._t, self.at
         if not t.held_out:
             return
@@ -261,7 +261,6 @@ class Loop:
         at.last_held_out, at.first_held_out = values, at.first_held_out or values
         judged = values[self.judge]
         better = at.best_held_out is None or judged < at.best_held_out
-        at.waited = 0 if better else at.waited + 1
         if better:
             at.best_held_out, at.best_step = judged, at.step
         t.log.write("held_out", step=at.step, tokens=at.tokens, **values)
@@ -273,8 +272,6 @@ class Loop:
         t.progress.note(f"held-out losses after step {at.step}: {parts}")
         if better and self.takes_best:
             self._save(BEST)
-        elif t.settings.patience is not None and at.waited >= t.settings.patience:
-            self.ended = f"held-out loss has not fallen for {at.waited} measurements"
 
     @contextmanager
     def _untimed(self, doing: str) -> Iterator[None]:

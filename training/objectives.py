@@ -1,11 +1,7 @@
 """Objectives of healing: divergence from the teacher's distribution, and cross-entropy, in chunks of positions.
 
-With P the teacher's distribution over the next token and Q the student's, both at temperature τ (softmax of logits/τ):
-
-    KL    τ² Σ P (log P - log Q)    Hinton et al., arXiv:1503.02531
-
-The factor τ² keeps the gradients' magnitude as τ changes. Cross-entropy uses temperature 1. Both are means over
-positions, in nats, computed in fp32 (fp64 for fp64 heads) from logits in the head's dtype.
+The divergence is KL = Σ P (log P - log Q), with P the teacher's distribution over the next token and Q the student's.
+Both losses are means over positions, in nats, computed in fp32 (fp64 for fp64 heads) from logits in the head's dtype.
 
 Gradients reach the student's hidden states and its head. Against the top-k tokens of a teacher (`top_k.TopK`), KL
 compares distributions over k + 1 outcomes: the k tokens and "any other". This is a lower bound of the divergence over
@@ -32,7 +28,7 @@ Teacher = States | TopK
 """Teacher at the student's positions: hidden states with a head, or cached top-k logits."""
 
 ON_LOGITS = ("kl", "cross_entropy")
-PARTS = (*ON_LOGITS, "hidden", "attention", "layerwise")
+PARTS = (*ON_LOGITS, "hidden", "layerwise")
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,7 @@ class ObjectiveWeights(FileSettings):
 
     Attributes:
         kl, cross_entropy: weights of the losses in the module docstring.
-        temperature: τ of the divergence.
-        hidden, attention: weights of `matching.matching_loss` on the outputs of layers and of attention modules.
+        hidden: weight of `matching.matching_loss` on the outputs of layers.
         layerwise: weight of the same loss on attention outputs, with each attention on its teacher's input, so that
             layers train independently (CSKV, arXiv:2409.10593). It excludes all other losses.
 
@@ -51,10 +46,8 @@ class ObjectiveWeights(FileSettings):
     """
 
     kl: float = 1.0
-    temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden: float = 0.0
-    attention: float = 0.0
     layerwise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -66,8 +59,6 @@ class ObjectiveWeights(FileSettings):
             raise SurgeryError(f"all objective weights are 0: set one of {', '.join(PARTS)} above 0")
         if self.layerwise and len(self.parts()) > 1:
             raise SurgeryError("objective layerwise excludes other losses: train them in a second stage")
-        if not (isinstance(self.temperature, int | float) and isfinite(self.temperature) and self.temperature > 0):
-            raise SurgeryError(f"temperature must be a positive number, not {self.temperature!r}")
 
     def parts(self) -> list[str]:
         """Return the names of the losses with nonzero weights."""
@@ -96,7 +87,7 @@ def logit_losses(
     """Compute the unweighted losses on logits in one pass over the positions.
 
     Args:
-        weights: select the losses, and give τ.
+        weights: select the losses.
         student: states at the N predicting positions.
         teacher: states at the same positions, of any hidden size, or its top-k logits; None if no loss needs it. It
             gets no gradient.
@@ -110,18 +101,17 @@ def logit_losses(
         Scalars by the names of `ObjectiveWeights`, with gradients if they are enabled; 0 if N is 0.
 
     Raises:
-        SurgeryError: vocabulary sizes or numbers of positions differ, an input is missing, or the temperature is not 1
-            with top-k logits.
+        SurgeryError: vocabulary sizes or numbers of positions differ, or an input is missing.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
     if weights.cross_entropy and targets is None:
         raise SurgeryError("cross_entropy needs targets: pass the next tokens")
     if not names:
         return {}
-    vocabulary, count, temperature = student.vocabulary(), len(student.hidden), weights.temperature
+    vocabulary, count = student.vocabulary(), len(student.hidden)
     columns = {"hidden": student.hidden}
     if weights.needs_teacher:
-        columns |= _teacher_columns(teacher, vocabulary, temperature, student.hidden.device)
+        columns |= _teacher_columns(teacher, vocabulary, student.hidden.device)
     if weights.cross_entropy:
         columns["targets"] = targets.to(student.hidden.device)
     if any(len(column) != count for column in columns.values()):
@@ -131,7 +121,7 @@ def logit_losses(
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
         logits = student._replace(hidden=chunk["hidden"]).logits()
-        losses = {"kl": _divergence(weights.temperature, logits, teacher, chunk)} if weights.needs_teacher else {}
+        losses = {"kl": _divergence(logits, teacher, chunk)} if weights.needs_teacher else {}
         if weights.cross_entropy:
             losses["cross_entropy"] = token_cross_entropy(logits, chunk["targets"], reduction="sum")
         return torch.stack([losses[name] for name in names])
@@ -162,9 +152,7 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
     return total, {name: part.detach() for name, part in parts.items()}
 
 
-def _teacher_columns(
-    teacher: Teacher | None, vocabulary: int, temperature: float, device: torch.device
-) -> dict[str, Tensor]:
+def _teacher_columns(teacher: Teacher | None, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
     """Return the teacher's per-position tensors by name, to be chunked with the student's.
 
     Raises:
@@ -180,20 +168,15 @@ def _teacher_columns(
         )
     if not is_kept:
         return {"teacher": teacher.hidden.detach()}
-    if temperature != 1:
-        raise SurgeryError(
-            f"temperature {temperature} is not supported with cached teacher logits; set temperature to 1"
-        )
     return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
 
 
-def _divergence(temperature: float, logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]) -> Tensor:
+def _divergence(logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]) -> Tensor:
     """Compute the KL divergence of a chunk, summed over positions."""
     if isinstance(teacher, TopK):
         student, target = buckets(logits, teacher.of({name: chunk[name] for name in teacher.tensors()}))
     else:
         with torch.no_grad():
-            target = teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device)
-            target = log_softmax(target / temperature, dim=-1)
-        student = log_softmax(logits / temperature, dim=-1)
-    return temperature**2 * (target.exp() * (target - student)).sum()
+            target = log_softmax(teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device), dim=-1)
+        student = log_softmax(logits, dim=-1)
+    return (target.exp() * (target - student)).sum()

@@ -6,9 +6,8 @@ from surgery.training.chunks import States
 from surgery.training.objectives import ObjectiveWeights, Teacher, logit_losses
 
 
-def forward_kl(student: States, teacher: Teacher, temperature: float = 1.0, **how) -> Tensor:
-    weights = ObjectiveWeights(kl=1.0, temperature=temperature)
-    return logit_losses(weights, student, teacher, **how)["kl"]
+def forward_kl(student: States, teacher: Teacher, **how) -> Tensor:
+    return logit_losses(ObjectiveWeights(kl=1.0), student, teacher, **how)["kl"]
 
 
 def cross_entropy(student: States, targets: LongTensor, **how) -> Tensor:

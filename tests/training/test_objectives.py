@@ -15,7 +15,7 @@ from surgery.training.objectives import ObjectiveWeights, combine, logit_losses,
 
 torch.set_num_threads(1)
 N, VOCAB, WIDTH, TEACHER_WIDTH = 23, 41, 6, 9
-ALL = ObjectiveWeights(kl=1, temperature=1.7, cross_entropy=1)
+ALL = ObjectiveWeights(kl=1, cross_entropy=1)
 
 
 def pair(dtype=torch.float64, bias: bool = True) -> tuple[States, States, torch.Tensor]:
@@ -31,15 +31,14 @@ def pair(dtype=torch.float64, bias: bool = True) -> tuple[States, States, torch.
     return *states, torch.randint(0, VOCAB, (N,), generator=generator)
 
 
-def plain(student: States, teacher: States, targets: torch.Tensor, weights: ObjectiveWeights) -> dict:
+def plain(student: States, teacher: States, targets: torch.Tensor) -> dict:
     """The formulas as they are written, with probabilities."""
-    tau = weights.temperature
     logits = student.head(student.hidden)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    q = softmax(logits.to(wide) / tau, -1)
-    p = softmax(teacher.head(teacher.hidden).detach().to(wide) / tau, -1)
+    q = softmax(logits.to(wide), -1)
+    p = softmax(teacher.head(teacher.hidden).detach().to(wide), -1)
     return {
-        "kl": tau**2 * (p * (p / q).log()).sum(-1).mean(),
+        "kl": (p * (p / q).log()).sum(-1).mean(),
         "cross_entropy": whole_cross_entropy(logits.to(wide), targets),
     }
 
@@ -52,7 +51,7 @@ def gradients(loss: torch.Tensor, states: States) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", ["kl", "cross_entropy"])
 def test_equals_whole_logits(name, chunks):
     student, teacher, targets = pair()
-    expected = plain(student, teacher, targets, ALL)[name]
+    expected = plain(student, teacher, targets)[name]
     actual = logit_losses(ALL, student, teacher, targets, chunks=chunks)[name]
     assert actual.dtype == torch.float64
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
@@ -62,7 +61,7 @@ def test_equals_whole_logits(name, chunks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computes_in_fp32(dtype):
     student, teacher, targets = pair(dtype)
-    expected = plain(student, teacher, targets, ALL)
+    expected = plain(student, teacher, targets)
     actual = logit_losses(ALL, student, teacher, targets, chunks=3)
     for name, loss in actual.items():
         assert loss.dtype == torch.float32
@@ -79,16 +78,10 @@ def test_each_alone_is_the_same_part():
     parts = logit_losses(ALL, student, teacher, targets, chunks=5)
     assert list(parts) == ["kl", "cross_entropy"]
     alone = {
-        "kl": divergences.forward_kl(student, teacher, 1.7),
+        "kl": divergences.forward_kl(student, teacher),
         "cross_entropy": divergences.cross_entropy(student, targets),
     }
     torch.testing.assert_close(alone, parts)
-
-
-def test_temperature_keeps_the_size_of_gradients():
-    student, teacher, _ = pair()
-    sizes = [gradients(divergences.forward_kl(student, teacher, tau), student)[0].norm() for tau in (50.0, 100.0)]
-    assert sizes[1] / sizes[0] == pytest.approx(1, abs=0.05)
 
 
 def test_equal_models_have_no_divergence():
@@ -124,7 +117,7 @@ def test_tied_heads(chunks):
     head.weight = table.weight
     student = States(table(targets).tanh(), head)
     weights = ObjectiveWeights(kl=1)
-    (expected,) = torch.autograd.grad(plain(student, teacher, targets, weights)["kl"], table.weight, retain_graph=True)
+    (expected,) = torch.autograd.grad(plain(student, teacher, targets)["kl"], table.weight, retain_graph=True)
     (actual,) = torch.autograd.grad(logit_losses(weights, student, teacher, chunks=chunks)["kl"], table.weight)
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
 
@@ -201,9 +194,8 @@ def test_other_parts_than_asked_for_are_not_made():
     [
         ({"kl": -1}, "kl: weight must be a finite number >= 0, not -1.0"),
         ({"hidden": math.nan}, "hidden: weight must be a finite number >= 0, not nan"),
-        ({"attention": "much"}, "attention must be a number, not 'much'"),
+        ({"layerwise": "much"}, "layerwise must be a number, not 'much'"),
         ({"kl": 0}, "all objective weights are 0"),
-        ({"temperature": 0}, "temperature must be a positive number, not 0.0"),
         ({"kll": 1}, "did you mean kl"),
     ],
 )

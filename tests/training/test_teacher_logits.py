@@ -91,8 +91,6 @@ def test_certain_teachers_leave_finite_gradients():
 
 def test_what_top_tokens_cannot_do():
     student, teacher = states(0, N), states(1, N)
-    with pytest.raises(SurgeryError, match="set temperature to 1"):
-        divergences.forward_kl(student, top_k(teacher, 3), 2.0)
     with pytest.raises(SurgeryError, match="vocabulary size 31, not 32"):
         top_k(teacher, 32)
     with pytest.raises(SurgeryError, match="student 31, teacher 32"):
