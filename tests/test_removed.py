@@ -43,6 +43,7 @@ LINES = {
     **{f"objective {name}": ["heal", "builtin", "--config", "{file}"] for name in OBJECTIVES},
     "patience": ["heal", "builtin", "--patience", "3"],
     "final_learning_rate": ["heal", "builtin", "--final-learning-rate", "0.1"],
+    "launcher zero3": ["heal", "builtin", "--launcher", "zero3"],
     "nested_ranks": ["heal", "builtin", "--nested-ranks", "1.0,0.5"],
     "evaluate_every": ["heal", "builtin", "--evaluate-every", "500"],
     "evaluate_tasks": ["heal", "builtin", "--evaluate-tasks", "loss"],

@@ -1,6 +1,6 @@
 """Distillation module: student and teacher, whose forward pass returns losses. accelerate wraps it, the loop trains it.
 
-Everything that touches the student's weights happens in one `forward`, as DDP, FSDP and DeepSpeed require.
+Everything that touches the student's weights happens in one `forward`, as DDP and FSDP require.
 """
 
 from __future__ import annotations

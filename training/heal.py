@@ -122,7 +122,7 @@ class _Run:
     @property
     def sharded(self) -> bool:
         """Return whether accelerate shards the student."""
-        return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return self.accelerator.distributed_type == DistributedType.FSDP
 
     def train(self, student_reader: CheckpointReader, teacher_reader: CheckpointReader | None) -> dict[str, Any]:
         """Train the student, write it, and return the content of heal.json."""

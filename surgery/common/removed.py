@@ -43,6 +43,7 @@ REMOVED = {
     "quantization_aware": "training always reads the quantized values of packed rows: leave it out",
     "attention surgery": "PyTorch's fused attention was faster on a GPU: leave it out",
     "orthogonal": "leave it out: nested ranks were removed, too",
+    "launcher zero3": "use --launcher fsdp2, which shards the same without a further package",
     "nested_ranks": "heal each size on its own: surgery slice, then surgery heal",
     "train_patterns": "use --train all, or --train lora with lora_modules",
     "objective reverse_kl": KL,
