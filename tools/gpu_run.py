@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gpu_steps import ROOT, SPARE, STEPS, Setup, Step
 
@@ -24,14 +24,6 @@ RESULTS, LOG = "results.jsonl", "run.log"
 POLL = 0.25
 LEAST = 20.0
 """Minimum remaining seconds to start a step."""
-
-
-class Process(Protocol):
-    """Interface of a running step."""
-
-    def poll(self) -> int | None: ...
-
-    def send(self, number: signal.Signals) -> None: ...
 
 
 class Started(subprocess.Popen):
@@ -108,7 +100,7 @@ def run(
     steps: str | None,
     device: str,
     tiny: bool,
-    starter: Callable[[list[str], dict[str, str], Path], Process] = start,
+    starter: Callable[[list[str], dict[str, str], Path], Started] = start,
 ) -> None:
     """Run the steps that are not done, in order, and write two files to ``out``: rows and the log.
 
@@ -162,7 +154,7 @@ def _run_step(
     environment: dict[str, str],
     results: Path,
     log: Path,
-    starter: Callable[[list[str], dict[str, str], Path], Process],
+    starter: Callable[[list[str], dict[str, str], Path], Started],
 ) -> bool:
     """Run a step until it ends or reaches its limit; return whether its exit code is 0."""
     records = Records(setup.work, step.records)
@@ -170,7 +162,7 @@ def _run_step(
     arguments = step.arguments(setup, max(1.0, limit - SPARE))
     _write(results, {"event": "begin", "step": step.name, "limit": round(limit, 1), "arguments": arguments, **_now()})
     print(f"{step.name}, at most {limit:.0f} s", flush=True)
-    began, cut, programs = time.monotonic(), False, _programs(environment)
+    began, cut = time.monotonic(), False
     process = starter(arguments, environment, log)
     while (code := process.poll()) is None:
         time.sleep(POLL)
@@ -184,16 +176,9 @@ def _run_step(
             process.send(signal.SIGKILL)
     _write(results, *({"step": step.name, "row": row} for row in records.new()))
     took = round(time.monotonic() - began, 1)
-    programs = _programs(environment) - programs
-    ended = {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut, "programs": programs}
-    _write(results, ended)
+    _write(results, {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut})
     print(f"{step.name}: exit code {code} after {took:.0f} s{' (time limit)' if cut else ''}", flush=True)
     return code == 0
-
-
-def _programs(environment: dict[str, str]) -> int:
-    """Count the programs in Triton's cache; a step that adds programs compiled them while the GPU was idle."""
-    return sum(1 for _ in Path(environment["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
 
 
 def _selected_steps(names: str | None) -> list[Step]:
