@@ -395,11 +395,13 @@ def test_errors_are_one_line(case, source, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_two_processes_give_the_scores_of_one(tmp_path):
+    """Of a method without training, whose steps have a sequence for each process."""
     source = make_checkpoint(tmp_path / "source", "llama")
-    out = tmp_path / "two.safetensors"
-    result = two_processes("heads", source, *FLAGS, "--seeds", 2, "--json", "--out", out)
+    out, shared = tmp_path / "two.safetensors", ("--method", "induction", "--samples", 3)
+    result = two_processes("heads", source, *FLAGS, *shared, "--seeds", 2, "--json", "--out", out)
     report = json.loads(result.stdout)  # once, not once a process
-    one, two = scored(source, tmp_path / "one.safetensors", seeds=2), HeadPattern.load(out)
+    one = scored(source, tmp_path / "one.safetensors", method="induction", samples=3, seeds=2)
+    two = HeadPattern.load(out)
     assert torch.equal(one.scores, two.scores) and torch.equal(one.spread, two.spread)
     assert report["sha256"] == one.sha256 and one.data_sha256 == two.data_sha256
     assert not re.search(r"journal|partial", " ".join(listing(tmp_path)))
