@@ -73,7 +73,7 @@ def test_finished_steps_are_kept(finished):
     assert outcome.patterns == {name: work / f"{name}.safetensors" for name in ("trained", "induced")}
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"samples": 2}, {"length": 100}, {"method": "needle"}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"samples": 2}, {"length": 100}, {"method": "kvzip"}])
 def test_patterns_of_other_settings_are_not_taken_for_them(finished, tmp_path, change):
     recipe, work = finished
     steps = steps_of(recipe)

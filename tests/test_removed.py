@@ -5,7 +5,6 @@ from command_line import run_main
 
 from surgery.common.errors import SurgeryError
 from surgery.common.removed import REMOVED
-from surgery.heads.settings import HeadSettings
 from surgery.planning.plan_file import read_plan
 from surgery.planning.settings import PlanSettings
 
@@ -30,8 +29,6 @@ LINES = {
     "repeat_rows": ["eval", "builtin", "--repeat-rows", "2"],
     "match_prompts": ["eval", "builtin", "--match-prompts", "2"],
     "match_tokens": ["eval", "builtin", "--match-tokens", "2"],
-    "heads recall": ["heads", "builtin", "--recall", "0.5"],
-    "method kvzip": ["heads", "builtin", "--method", "kvzip"],
     "method prulong": ["heads", "builtin", "--method", "prulong"],
     "method ablation": ["heads", "builtin", "--method", "ablation"],
     "method attention-area": ["heads", "builtin", "--method", "attention-area"],
@@ -122,8 +119,3 @@ def test_a_plan_file_whose_choice_is_a_mixture_does_too(tmp_path):
     )
     with pytest.raises(SurgeryError, match="--to mixed was removed"):
         read_plan(tmp_path / "plan.yaml")
-
-
-def test_a_file_with_a_removed_setting_of_its_command_does_too():
-    with pytest.raises(SurgeryError, match="recall was removed"):
-        HeadSettings.from_mapping({"recall": 0.5}, "heads.yaml")

@@ -99,12 +99,13 @@ def test_another_config_is_another_model(source, tmp_path):
     assert all(one.model[name] != two.model[name] for name in ("sha256", "config_sha256"))
 
 
-def test_the_data_hash_is_that_of_what_heads_were_scored_on(source, tmp_path):
+@pytest.mark.parametrize("method", ["duo", "kvzip"])
+def test_the_data_hash_is_that_of_what_heads_were_scored_on(source, tmp_path, method):
     text = tmp_path / "text.txt"
     text.write_text(HELD_OUT.read_text()[30_000:])
 
     def data(name, **changes):
-        return scored(source, tmp_path / f"{name}.safetensors", steps=2, **changes).data_sha256
+        return scored(source, tmp_path / f"{name}.safetensors", method=method, steps=2, **changes).data_sha256
 
     hashes = [data("a"), data("seed", seed=1), data("text", text=str(text)), data("both", seeds=2)]
     assert len(set(hashes)) == 4
@@ -116,7 +117,8 @@ def test_texts_that_have_a_name():
     from surgery.heads.scoring import Texts
 
     texts = Texts(Checkpoint.open(str(DEMO)).tokenizer(), quick(text="prose"))
-    assert not torch.equal(texts.needles(0)(2).tokens, Texts(texts.tokenizer, quick()).needles(0)(2).tokens)
+    assert texts.text(0)(2).shape == texts.needles(0)(2).tokens.shape
+    assert not torch.equal(texts.text(0)(2), Texts(texts.tokenizer, quick()).text(0)(2))
 
 
 def test_random_tokens_need_no_text(source, tmp_path):
@@ -140,6 +142,7 @@ def test_needles_have_one_bos(tmp_path):
     tokens = texts.needles(0)(4).tokens
     assert (tokens[:, 0] == 1).all() and not (tokens[:, 1:] == 1).any()
     assert tokens.shape == (4, 100)
+    assert torch.equal(texts.text(0)(2)[:, 0], torch.tensor([1, 1]))
 
 
 def test_what_is_there_is_not_overwritten_unasked(source, tmp_path):
@@ -266,7 +269,7 @@ def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
 
 @pytest.mark.parametrize(
     "method",
-    ["duo", pytest.param("induction", marks=pytest.mark.slow)],
+    ["kvzip", "duo", pytest.param("induction", marks=pytest.mark.slow)],
 )
 def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
     request = partial(scored, source, method=method, steps=2)

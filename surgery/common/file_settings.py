@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.removed import removal
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 class FileSettings:
     """Base class of the frozen settings dataclasses; converts and validates the values of all fields."""
-
-    command: ClassVar[str] = ""
-    """Command whose removed settings `surgery.common.removed` lists as ``command name``."""
 
     def __post_init__(self) -> None:
         for name, each in settings_of(type(self)).items():
@@ -45,7 +42,7 @@ class FileSettings:
         names = names_of(cls)
         for name in values:
             if name not in names:
-                if notice := removal(str(name)) or removal(f"{cls.command} {name}"):
+                if notice := removal(str(name)):
                     raise SurgeryError(f"{where}: {name} {notice}", setting=str(name), hint=notice)
                 message = f"{where}: unknown setting {name!r}{did_you_mean(str(name), list(names))}"
                 raise SurgeryError(message, setting=str(name), hint=nearest(str(name), list(names)))

@@ -6,7 +6,6 @@ ROWS = "every channel has its own scale, from calibration text: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 KL = "use kl, the divergence that every report trained with"
 HELD_OUT = "held-out losses are measured every eval_every steps, and surgery eval measures the result"
-FAST = "use --method needle or induction, which are as fast and find retrieval heads"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
 REMOVED = {
@@ -17,10 +16,8 @@ REMOVED = {
     "fit_worth": FIT,
     "mixtures": "plans use one target for all layers; leave it out",
     "refine": "use --to lowrank --bits auto, which allocates the budget by layer",
-    "method attention-area": FAST,
+    "method attention-area": "use --method kvzip, which is as fast and finds retrieval heads",
     "method ablation": "use --method duo, which finds the same heads, and surgery eval of the hybrids",
-    "method kvzip": FAST,
-    "heads recall": "leave it out: every sequence of the methods duo and needle has planted facts (--facts)",
     "method prulong": "use --method duo, which trains gates, too; masks of PruLong's own code are read by --heads",
     "method xkv-prompt": "use --method xkv, whose basis is computed once from text; existing checkpoints still load",
     "heads compare": "convert by each pattern with --to hybrid, then surgery eval of the results",

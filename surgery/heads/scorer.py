@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.eval.session import ProgressLike
@@ -23,6 +23,7 @@ class ScoringSession:
     Attributes:
         model: model in evaluation mode, with frozen parameters, on its device.
         settings: settings of the scoring, with ``length`` filled in.
+        text: ``text(n)`` returns up to n windows of natural text, [N, T].
         needles: ``needles(n)`` returns n sequences with planted facts; equal n give equal sequences.
         seed: seed of all random choices.
         processes: processes that share the work; all of them return the same scores.
@@ -32,6 +33,7 @@ class ScoringSession:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     settings: HeadSettings
+    text: Callable[[int], LongTensor]
     needles: Callable[[int], NeedleSet]
     seed: int
     processes: Processes

@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import LongTensor, nn
@@ -148,7 +148,9 @@ def _score_seeds(
     seconds = 0.0
     for seed in range(settings.seed, settings.seed + settings.seeds):
         journal = open_journal(seed, {**identity, "seed": seed})
-        session = ScoringSession(model, tokenizer, settings, texts.needles(seed), seed, processes, progress, journal)
+        session = ScoringSession(
+            model, tokenizer, settings, texts.text(seed), texts.needles(seed), seed, processes, progress, journal
+        )
         with progress.at(f"seed {len(scores) + 1} of {settings.seeds}") if settings.seeds > 1 else nullcontext():
             scores.append(score(session))
         if not all(part.isfinite().all() for part in (scores[-1].scores, *scores[-1].parts.values())):
@@ -223,22 +225,31 @@ def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSetti
 
 @dataclass
 class Texts:
-    """Sequences with needles by seed, and hashes of all returned sequences."""
+    """Natural text and sequences with needles by seed, and hashes of all returned sequences."""
 
     tokenizer: PreTrainedTokenizerBase
     settings: HeadSettings
     hashes: set[str] = field(default_factory=set)
+
+    def text(self, seed: int) -> Callable[[int], LongTensor]:
+        """Return a function of n that returns windows of natural text, [n, T]."""
+
+        @cache
+        def windows(count: int) -> LongTensor:
+            return self._hashed(self._windows(count, seed, self.settings.recall, "tokenizer"))
+
+        return windows
 
     def needles(self, seed: int) -> Callable[[int], NeedleSet]:
         """Return a function of n that returns n sequences with planted facts."""
 
         @cache
         def sequences(count: int) -> NeedleSet:
-            length = self.settings.length
+            length, facts = self.settings.length, self.settings.facts
             # At least two windows: the filler must be longer than a sequence.
-            filler = self._windows(max(count, 2), seed).flatten().tolist()
-            rows = needle_sequences(self.tokenizer, filler, count, length, self.settings.facts, seed)
-            self.hashes.add(token_hash(rows.tokens))
+            filler = self._windows(max(count, 2), seed, 0.0, None).flatten().tolist()
+            rows = needle_sequences(self.tokenizer, filler, count, length, facts, seed)
+            self._hashed(rows.tokens)
             return rows
 
         return sequences
@@ -248,12 +259,16 @@ class Texts:
         """Hash of all returned sequences; None if there are none."""
         return hashlib.sha256("".join(sorted(self.hashes)).encode()).hexdigest() if self.hashes else None
 
-    def _windows(self, count: int, seed: int) -> LongTensor:
+    def _windows(self, count: int, seed: int, recall: float, bos: Literal["tokenizer"] | None) -> LongTensor:
         settings, length = self.settings, self.settings.length
-        request = SequenceRequest(count * length, length, 0.0, seed, 0, settings.text_field)
+        request = SequenceRequest(count * length, length, recall, seed, 0, settings.text_field)
         if settings.text in TEXTS:
-            return named_text(self.tokenizer, settings.text, count, 0, request, bos=None).tokens
-        return build_calibration(self.tokenizer, settings.text, request, bos=None).tokens
+            return named_text(self.tokenizer, settings.text, count, 0, request, bos=bos).tokens
+        return build_calibration(self.tokenizer, settings.text, request, bos=bos).tokens
+
+    def _hashed(self, tokens: LongTensor) -> LongTensor:
+        self.hashes.add(token_hash(tokens))
+        return tokens
 
 
 def _claim_output(out: Path, overwrite: bool, locks: ExitStack) -> Path:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from surgery.common.file_settings import FileSettings
 from surgery.common.setting import DTYPE_NAMES, setting
 
-Method = Literal["duo", "needle", "induction"]
+Method = Literal["duo", "needle", "induction", "kvzip"]
 METHODS = get_args(Method)
 SUFFIX = ".safetensors"
 """Suffix of pattern files."""
@@ -17,8 +17,6 @@ SUFFIX = ".safetensors"
 @dataclass(frozen=True)
 class HeadSettings(FileSettings):
     """Settings of ``surgery heads``."""
-
-    command = "heads"
 
     method: Method = setting(
         "duo",
@@ -50,6 +48,7 @@ class HeadSettings(FileSettings):
         old=("--calibration", "--data"),
     )
     text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
+    recall: float = setting(0.0, "Share of sequences with planted facts and questions.", least=0, most=1, advanced=True)
     length: int | None = setting(
         None, "Tokens per sequence.", least=1, unset="4096, or half of the model's context length if that is shorter"
     )

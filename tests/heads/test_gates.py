@@ -86,7 +86,7 @@ def test_no_gradient_goes_back_through_an_output_that_counts_for_nothing(monkeyp
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_gates_of_1_and_0_are_full_and_streaming_heads(checkpoints, family):
     session = scoring_session(checkpoints(family))
-    model, tokens = session.model, session.needles(2).tokens
+    model, tokens = session.model, session.text(2)
     streams = torch.tensor([[True, False], [False, True]])
     with torch.no_grad():
         with gated_heads(model, (~streams).float(), 4, 12):

@@ -24,8 +24,8 @@ def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=
     options = HeadSettings(**{**SHAPE, **settings})
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    drawn = torch.randint(3, 4096, (40 * options.length,), generator=torch.Generator().manual_seed(options.seed))
-    filler = drawn.tolist()
+    drawn = torch.randint(3, 4096, (40, options.length), generator=torch.Generator().manual_seed(options.seed))
+    filler = drawn.flatten().tolist()
 
     def needles(count: int):
         return needle_sequences(tokenizer, filler, count, options.length, options.facts, options.seed)
@@ -34,6 +34,7 @@ def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=
         model,
         tokenizer,
         options,
+        lambda count: drawn[:count],
         needles,
         options.seed,
         processes or Processes(cpu=True),
