@@ -36,7 +36,7 @@ def finished(tmp_path_factory):
     source = str(make_checkpoint(folder / "source", "llama"))
     recipe = write(
         folder,
-        {"heads": {"name": "trained", "source": source, "steps": 4, **SCORE}},
+        {"heads": {"name": "trained", "source": source, "method": "prulong", "steps": 4, **SCORE}},
         {"heads": {"name": "induced", "source": source, "method": "induction", **SCORE}},
         {
             "convert": {
@@ -56,8 +56,10 @@ def times(work):
 def test_later_steps_use_patterns_by_name(finished):
     _, work = finished
     patterns = {name: HeadPattern.load(work / f"{name}.safetensors") for name in ("trained", "induced")}
-    methods = {name: pattern.method for name, pattern in patterns.items()}
-    assert methods == {"trained": "duo", "induced": "induction"}
+    assert {name: pattern.method for name, pattern in patterns.items()} == {
+        "trained": "prulong",
+        "induced": "induction",
+    }
     report = json.loads((work / "hybrid" / "surgery_report.json").read_text())
     assert report["target"]["pattern"]["sha256"] == patterns["trained"].sha256
     full = patterns["trained"].full_heads(0.5)
@@ -100,7 +102,7 @@ def test_a_conversion_by_an_older_pattern_is_not_kept(finished, tmp_path):
     before = times(tmp_path / "work")
     run_recipe(mine, tmp_path / "work", Progress(silent=True))
     assert times(tmp_path / "work") == before
-    HeadPattern(-pattern.scores, "duo", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
+    HeadPattern(-pattern.scores, "prulong", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
     with pytest.raises(SurgeryError, match="hybrid: exists, but from another source or with other settings"):
         run_recipe(mine, tmp_path / "work", Progress(silent=True))
 

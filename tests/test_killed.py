@@ -84,7 +84,7 @@ def of_recipe(out):
 
 
 CONVERT = ("convert", "{source}", "--to", "lowrank", "--kv-ratio", "0.5", *TEXT)
-HEADS = ("heads", "{source}", "--sinks", "4", "--window", "16", "--length", "200")
+HEADS = ("heads", "{source}", "--method", "prulong", "--sinks", "4", "--window", "16", "--length", "200")
 EVAL = ("eval", "{source}", "--tasks", "loss,recall", "--length", "64", "--windows", "4", "--variants", "none")
 PLAN = ("plan", "{source}", "--kv-ratio", "0.5", "--allow", "lowrank,quantized", "--recall", "0", "--context", "256")
 VERBS = {

@@ -29,7 +29,6 @@ LINES = {
     "repeat_rows": ["eval", "builtin", "--repeat-rows", "2"],
     "match_prompts": ["eval", "builtin", "--match-prompts", "2"],
     "match_tokens": ["eval", "builtin", "--match-tokens", "2"],
-    "method prulong": ["heads", "builtin", "--method", "prulong"],
     "method ablation": ["heads", "builtin", "--method", "ablation"],
     "method attention-area": ["heads", "builtin", "--method", "attention-area"],
     "gpu": ["inspect", "builtin", "--gpu", "h100"],

@@ -16,7 +16,8 @@ from tiny_models import DEMO, HELD_OUT, make_checkpoint
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.heads import duo, gate_training
+from surgery.common.progress import Progress
+from surgery.heads import duo, gate_training, prulong
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.scoring import default_pattern, score_heads, sequence_length
 from surgery.heads.settings import HeadSettings
@@ -28,7 +29,7 @@ from surgery.structures.mla.settings import ConvertSettings
 pytestmark = pytest.mark.usefixtures("one_core")
 
 QUICK = {
-    "method": "duo",
+    "method": "prulong",
     "steps": 8,
     "sinks": 4,
     "recent": 16,
@@ -59,7 +60,7 @@ def scored(source, out, **changes):
 @pytest.fixture
 def stopping(monkeypatch):
     """Let a training end with Ctrl-C at its nth sequence; without one only count them."""
-    measured = duo.gated_heads
+    measured = prulong.mean_loss
     monkeypatch.setattr(gate_training, "KEPT_EVERY", 1)
 
     def start(last=None):
@@ -71,7 +72,7 @@ def stopping(monkeypatch):
                 raise KeyboardInterrupt
             return measured(*arguments)
 
-        monkeypatch.setattr(duo, "gated_heads", counted)
+        monkeypatch.setattr(prulong, "mean_loss", counted)
         return calls
 
     return start
@@ -85,7 +86,7 @@ def test_the_pattern_says_where_it_came_from(source, tmp_path):
     assert torch.equal(pattern.scores, result.pattern.scores) and pattern.scores.shape == (2, 2)
     assert pattern.model["sha256"] == CheckpointReader.open(source).fingerprint()
     assert pattern.model["name"] == source.name
-    assert (pattern.method, pattern.sinks, pattern.recent, pattern.seeds) == ("duo", 4, 16, (0,))
+    assert (pattern.method, pattern.sinks, pattern.recent, pattern.seeds) == ("prulong", 4, 16, (0,))
     assert pattern.settings == {**quick().to_dict(), "length": 128}  # half of the limit
     assert pattern.spread is None and pattern.seconds > 0
     with safe_open(result.path, "pt") as file:
@@ -99,7 +100,7 @@ def test_another_config_is_another_model(source, tmp_path):
     assert all(one.model[name] != two.model[name] for name in ("sha256", "config_sha256"))
 
 
-@pytest.mark.parametrize("method", ["duo", "kvzip"])
+@pytest.mark.parametrize("method", ["prulong", "kvzip"])
 def test_the_data_hash_is_that_of_what_heads_were_scored_on(source, tmp_path, method):
     text = tmp_path / "text.txt"
     text.write_text(HELD_OUT.read_text()[30_000:])
@@ -242,16 +243,16 @@ def test_a_journal_of_another_text_is_not_used(source, tmp_path, stopping):
 
 KILLED = f"""
 import os, signal, sys
-from surgery.heads import duo, gate_training
+from surgery.heads import gate_training, prulong
 from surgery.heads.settings import HeadSettings
 from surgery.heads.scoring import score_heads
-measured, calls, gate_training.KEPT_EVERY = duo.gated_heads, [], 1
+measured, calls, gate_training.KEPT_EVERY = prulong.mean_loss, [], 1
 def deadly(*arguments):
     calls.append(1)
     if len(calls) == 7:
         os.kill(os.getpid(), signal.SIGKILL)
     return measured(*arguments)
-duo.gated_heads = deadly
+prulong.mean_loss = deadly
 score_heads(sys.argv[1], sys.argv[2], HeadSettings(**{QUICK!r}))
 """
 
@@ -269,7 +270,11 @@ def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
 
 @pytest.mark.parametrize(
     "method",
-    ["kvzip", "duo", pytest.param("induction", marks=pytest.mark.slow)],
+    [
+        "kvzip",
+        "duo",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("induction", "prulong")),
+    ],
 )
 def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
     request = partial(scored, source, method=method, steps=2)
@@ -289,7 +294,7 @@ def test_the_demo_model_copies_its_needles(tmp_path):
 )
 def test_converted_models_are_scored(conversions, tmp_path, settings, heads):
     checkpoint = conversions("llama", settings).path
-    for method in ("duo", "induction"):
+    for method in ("prulong", "induction"):
         pattern = scored(checkpoint, tmp_path / f"{method}.safetensors", method=method, steps=2)
         assert pattern.scores.shape == (2, heads)
     assert pattern.model["sha256"] == CheckpointReader.open(checkpoint).fingerprint()

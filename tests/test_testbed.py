@@ -127,8 +127,9 @@ def test_shared_bases_beat_low_rank_at_an_eighth(measure, tmp_path, group_size, 
 
 
 @pytest.mark.slow
-def test_three_quarters_of_the_heads_can_stream(measure, tmp_path):
-    options = HeadSettings(sinks=16, recent=112, length=1024)
+@pytest.mark.parametrize("method", ["duo", "prulong"])
+def test_three_quarters_of_the_heads_can_stream(measure, tmp_path, method):
+    options = HeadSettings(method=method, sinks=16, recent=112, length=1024)
     heads = score_heads(DEMO, tmp_path / "heads.safetensors", options).path
     settings = HybridSettings(heads=str(heads), streaming=0.75)
     result = convert_checkpoint(DEMO, tmp_path / "out", settings)

@@ -18,7 +18,6 @@ REMOVED = {
     "refine": "use --to lowrank --bits auto, which allocates the budget by layer",
     "method attention-area": "use --method kvzip, which is as fast and finds retrieval heads",
     "method ablation": "use --method duo, which finds the same heads, and surgery eval of the hybrids",
-    "method prulong": "use --method duo, which trains gates, too; masks of PruLong's own code are read by --heads",
     "method xkv-prompt": "use --method xkv, whose basis is computed once from text; existing checkpoints still load",
     "heads compare": "convert by each pattern with --to hybrid, then surgery eval of the results",
     "heads score": "use surgery heads CKPT",

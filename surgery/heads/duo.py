@@ -11,6 +11,8 @@ while the mean is above and lowered while it is below.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import LongTensor, Tensor
 
@@ -18,6 +20,9 @@ from surgery.heads.gate_training import train_gates
 from surgery.heads.gates import gated_heads, input_device
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.running.attention_tap import AttentionCall, tap_attention
+
+LEARNING_RATE = 0.04
+"""Twice the paper's learning rate, which trains for 2,000 steps."""
 
 DESCENT = 0.5
 """Share of the steps over which the constraint on the mean gate falls from 1 to the target."""
@@ -50,6 +55,8 @@ class DuoObjective:
         penalty: weight of the mean gate.
     """
 
+    name = "duo"
+
     def __init__(self, session: ScoringSession, batch: int | None = None) -> None:
         """Draw the sequences for ``batch`` per step, as in `train_gates`."""
         self._model, self._settings = session.model, session.settings
@@ -60,12 +67,16 @@ class DuoObjective:
         self.gate_sum = torch.zeros(shape, dtype=torch.float32, device=self._device)
         self.penalty = torch.tensor(session.settings.penalty, dtype=torch.float32, device=self._device)
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the parameter group of the gates."""
+        return [{"params": [self.gates], "lr": self._settings.learning_rate or LEARNING_RATE}]
+
     def state(self) -> dict[str, Tensor]:
         """Return all tensors that change in training, by name; the journal stores them."""
         return {"gates": self.gates, "gate_sum": self.gate_sum, "penalty": self.penalty}
 
-    def backward(self, sequence: int) -> Tensor:
-        """Backpropagate the mean squared error of hidden states, relative to the teacher's mean square; return it."""
+    def backward(self, step: int, sequence: int) -> Tensor:
+        """Backpropagate the mean squared error of hidden states, relative to the teacher's mean square."""
         tokens = self._needles.tokens[sequence][None]
         positions = self._needles.answers[sequence, 1:].nonzero()[:, 0]
         # The same attention kernel as under gates, so that gates of 1 give a loss of 0.
@@ -87,7 +98,7 @@ class DuoObjective:
         self.gates.grad += self.penalty / self.gates.numel()
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """Clamp the gates to [0, 1], outside autograd so that gradients still reach them, and add them to their sum."""
         self.gates.clamp_(0, 1)
         self.gate_sum += self.gates

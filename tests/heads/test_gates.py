@@ -5,6 +5,7 @@ Run with a checkpoint and a folder, as `torchrun` does, this file is a process t
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,20 @@ import torch
 from processes import torchrun
 from safetensors.torch import load_file, save_file
 from scoring import scoring_session, streaming_heads
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
-from surgery.heads import duo, gate_training, gates
+from surgery.eval.logits import LogitReader
+from surgery.heads import duo, gate_training, gates, prulong
 from surgery.heads.gate_training import schedule, train_gates
-from surgery.heads.gates import gated_heads, gated_output, input_device, recomputed_layers
+from surgery.heads.gates import gated_heads, gated_output, input_device, mean_loss, recomputed_layers
 from surgery.heads.journal import Journal
 from surgery.heads.streaming import streaming_output
 from surgery.running.attention_tap import AttentionCall, tap_attention
 
+SCORERS = {"duo": duo, "prulong": prulong}
+OBJECTIVES = {"duo": duo.DuoObjective, "prulong": prulong.PruLongObjective}
 STEPS = 12
 
 
@@ -133,32 +138,44 @@ def test_layers_are_computed_again_as_in_evaluation(checkpoints, family):
     assert [layer.__dict__ == state for layer, state in zip(model.base_model.layers, states, strict=True)] == [True] * 2
 
 
-def test_layers_are_computed_again_only_where_they_would_keep_much(checkpoints, monkeypatch):
+@pytest.mark.parametrize("method", SCORERS)
+def test_layers_are_computed_again_only_where_they_would_keep_much(checkpoints, method, monkeypatch):
     results, calls, computed = [], [], gates.gated_output
     monkeypatch.setattr(gates, "gated_output", lambda *args: calls.append(None) or computed(*args))
     for entry in (gate_training.KEPT_BYTES, 0):
         monkeypatch.setattr(gate_training, "KEPT_BYTES", entry)
         calls.clear()
-        results.append((duo.score(scoring_session(checkpoints("llama"), steps=3)).scores, len(calls)))
+        results.append((SCORERS[method].score(scoring_session(checkpoints("llama"), steps=3)).scores, len(calls)))
     (scores, once), (same, twice) = results
     assert torch.equal(scores, same) and twice == 2 * once
 
 
-def test_gradients_are_those_of_the_loss(checkpoints):
+def test_the_loss_in_pieces_is_the_loss(checkpoints, monkeypatch):
+    monkeypatch.setattr(gates, "ROWS_AT_ONCE", 7)
+    session = scoring_session(checkpoints("llama"))
+    tokens = session.text(2)
+    reader = LogitReader(session.model, tokens)
+    logits = session.model(tokens).logits[:, :-1]
+    each = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(2, -1)
+    assert torch.allclose(mean_loss(reader, tokens), each.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", OBJECTIVES)
+def test_gradients_are_those_of_the_loss(checkpoints, method):
     session = scoring_session(checkpoints("llama"), steps=1)
-    objective = duo.DuoObjective(session)
-    parameter = objective.gates
+    objective = OBJECTIVES[method](session)
+    (parameter,) = objective.groups()[0]["params"]
     with torch.no_grad():
         parameter.copy_(torch.tensor([[0.3, 0.6], [0.8, 0.5]]))
     with recomputed_layers(session.model):
-        objective.backward(0)
+        objective.backward(0, 0)
         gradient = parameter.grad.clone()
         for index in range(4):
             ends = []
             for move in (0.01, -0.01):
                 with torch.no_grad():
                     parameter.view(-1)[index] += move
-                ends.append(objective.backward(0).item())
+                ends.append(objective.backward(0, 0).item())
                 with torch.no_grad():
                     parameter.view(-1)[index] -= move
             assert (ends[0] - ends[1]) / 0.02 == pytest.approx(gradient.view(-1)[index].item(), rel=0.05, abs=2e-4)
@@ -180,7 +197,7 @@ def test_the_last_layer_is_computed_where_it_is_read(checkpoints, values, monkey
         monkeypatch.setattr(
             AttentionCall, "output", lambda call, q=queries: q.append(call.query.shape[2]) or output(call)
         )
-        loss = objective.backward(0)
+        loss = objective.backward(0, 0)
         result.append((loss.detach(), objective.gates.grad))
         computed.append(set(queries))
     num_answers = int(objective._needles.answers[0].sum())
@@ -191,22 +208,24 @@ def test_the_last_layer_is_computed_where_it_is_read(checkpoints, values, monkey
 def test_full_gates_lose_nothing_to_their_teacher(checkpoints):
     session = scoring_session(checkpoints("llama"), steps=1)
     objective = duo.DuoObjective(session)
-    assert objective.backward(0) < 1e-10
+    assert objective.backward(0, 0) < 1e-10
     with torch.no_grad():
         objective.gates.zero_()
-    assert objective.backward(0) > 1e-4
+    assert objective.backward(0, 0) > 1e-4
 
 
-def test_gates_come_to_the_target(checkpoints):
-    result = duo.score(scoring_session(checkpoints("llama"), steps=40, target=0.5, learning_rate=0.3))
+@pytest.mark.parametrize("method", SCORERS)
+def test_gates_come_to_the_target(checkpoints, method):
+    result = SCORERS[method].score(scoring_session(checkpoints("llama"), steps=40, target=0.5, learning_rate=0.3))
     assert result.scores.shape == (2, 2) and result.scores.dtype == torch.float32
     assert result.facts["mean_gate"] == pytest.approx(0.5, abs=0.2)
     assert result.scores.unique().numel() == 4 and result.facts["steps"] == 40
 
 
-def test_resumed_is_uninterrupted(checkpoints, tmp_path):
-    source = checkpoints("llama")
-    uninterrupted = duo.score(scoring_session(source, steps=STEPS))
+@pytest.mark.parametrize("method", SCORERS)
+def test_resumed_is_uninterrupted(checkpoints, tmp_path, method):
+    scorer, source = SCORERS[method], checkpoints("llama")
+    uninterrupted = scorer.score(scoring_session(source, steps=STEPS))
 
     class Stopped(Journal):
         def put(self, state):
@@ -215,33 +234,53 @@ def test_resumed_is_uninterrupted(checkpoints, tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        duo.score(scoring_session(source, Stopped(tmp_path / "journal", {}), steps=STEPS))
+        scorer.score(scoring_session(source, Stopped(tmp_path / "journal", {}), steps=STEPS))
     session = scoring_session(source, Journal(tmp_path / "journal", {}), steps=STEPS)
     counted = []
     original = session.model.base_model.forward
     session.model.base_model.forward = lambda *args, **kwargs: counted.append(1) or original(*args, **kwargs)
-    resumed = duo.score(session)
+    resumed = scorer.score(session)
     assert len(counted) <= 2 * (STEPS - 10), "steps that were done are not done again"
     assert session.progress.done == STEPS
     assert torch.equal(resumed.scores, uninterrupted.scores) and resumed.facts == uninterrupted.facts
     assert all(torch.equal(resumed.parts[name], part) for name, part in uninterrupted.parts.items())
 
 
-def test_weights_need_not_be_resident(checkpoints):
+@pytest.mark.parametrize("method", SCORERS)
+def test_weights_need_not_be_resident(checkpoints, method):
     import accelerate
 
-    expected = duo.score(scoring_session(checkpoints("llama"), steps=3))
+    expected = SCORERS[method].score(scoring_session(checkpoints("llama"), steps=3))
     session = scoring_session(checkpoints("llama"), steps=3)
     accelerate.cpu_offload(session.model, execution_device="cpu")
     assert session.model.get_input_embeddings().weight.is_meta and input_device(session.model).type == "cpu"
-    assert torch.equal(duo.score(session).scores, expected.scores)
+    assert torch.equal(SCORERS[method].score(session).scores, expected.scores)
 
 
-def test_what_is_not_finite_stops(checkpoints):
+@pytest.mark.parametrize("method", SCORERS)
+def test_what_is_not_finite_stops(checkpoints, method):
     session = scoring_session(checkpoints("llama"), steps=2)
     session.model.base_model.norm.weight[0] = float("nan")
-    with pytest.raises(SurgeryError, match=r"duo, step 1: .*contain NaN"):
-        duo.score(session)
+    with pytest.raises(SurgeryError, match=f"{method}, step 1: .*contain NaN"):
+        SCORERS[method].score(session)
+
+
+def test_draws_of_gates_have_the_chance_that_is_penalized():
+    log_alpha = torch.tensor([-3.0, -0.5, 0.0, 2.0]).repeat(20_000, 1)
+    drawn = prulong.sampled_gates(log_alpha, torch.Generator().manual_seed(0))
+    assert drawn.min() == 0 and drawn.max() == 1
+    assert torch.allclose((drawn > 0).float().mean(0), prulong.open_probability(log_alpha[0]), atol=0.01)
+
+
+def test_gates_are_drawn_anew_for_each_sequence_and_seed(checkpoints):
+    losses = []
+    for seed, sequence in ((0, 0), (0, 0), (0, 1), (1, 0)):
+        session = replace(scoring_session(checkpoints("llama"), steps=2), seed=seed)
+        session = replace(session, text=lambda count, text=session.text: text(1))  # the only one, again and again
+        objective = prulong.PruLongObjective(session)
+        objective.log_alpha.data.zero_()
+        losses.append(objective.backward(0, sequence).item())
+    assert losses[0] == losses[1] and len(set(losses)) == 3
 
 
 def test_rates_rise_and_fall():
@@ -250,11 +289,11 @@ def test_rates_rise_and_fall():
     assert schedule(0, 1) == 1
 
 
-def train(checkpoint: Path) -> dict[str, torch.Tensor]:
+def train(checkpoint: Path, method: str) -> dict[str, torch.Tensor]:
     """A training with two sequences a step, on however many processes there are."""
     torch.set_num_threads(1)
     session = scoring_session(checkpoint, steps=6)
-    objective = duo.DuoObjective(session, batch=2)
+    objective = OBJECTIVES[method](session, batch=2)
     facts = train_gates(session, objective, batch=2)
     return {**objective.state(), "loss": torch.tensor(facts["last_loss"])}
 
@@ -264,13 +303,18 @@ def test_two_processes_give_what_one_gives(checkpoints, tmp_path):
     source = checkpoints("llama")
     result = torchrun(__file__, source, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    two, other = (load_file(tmp_path / str(rank)) for rank in (0, 1))
-    for name, tensor in train(source).items():
-        assert torch.equal(two[name], other[name]), name
-        assert torch.allclose(two[name], tensor, atol=2e-3, rtol=1e-3), (name, two[name], tensor)
+    for method in OBJECTIVES:
+        one = train(source, method)
+        two, other = (load_file(tmp_path / f"{method}-{rank}") for rank in (0, 1))
+        for name, tensor in one.items():
+            assert torch.equal(two[name], other[name]), name
+            assert torch.allclose(two[name], tensor, atol=2e-3, rtol=1e-3), (method, name, two[name], tensor)
 
 
 if __name__ == "__main__":
     checkpoint, folder = map(Path, sys.argv[1:])
-    trained = {key: tensor.detach().clone() for key, tensor in train(checkpoint).items()}
-    save_file(trained, folder / os.environ["RANK"])
+    for name in OBJECTIVES:
+        trained = train(checkpoint, name)
+        save_file(
+            {key: tensor.detach().clone() for key, tensor in trained.items()}, folder / f"{name}-{os.environ['RANK']}"
+        )
