@@ -327,12 +327,13 @@ def test_a_tracker_is_refused_before_the_training_is_launched(pair_of, tmp_path,
 
 
 @pytest.mark.slow
-def test_what_trackers_write_stays(pair_of, tmp_path):
+def test_what_trackers_write_and_evaluations_stay(pair_of, tmp_path):
     pytest.importorskip("wandb")
     source, student = pair_of("gqa")
-    settings = {"tracker": "wandb", "wandb_mode": "offline"}
-    healed = heal_checkpoint(request(source, student, tmp_path / "out", **settings))
+    settings = {"tracker": "wandb", "wandb_mode": "offline", "evaluate_every": 2, "evaluate_tasks": ["loss"]}
+    healed = heal_checkpoint(request(source, student, tmp_path / "out", evaluate_limit=1, **settings))
     assert len(list((tmp_path / "out.tracking" / "wandb").glob("offline-run-*"))) == 1
+    assert [entry["step"] for entry in healed.healing["evaluations"]] == [0, 2, 3]
     assert healed.healing["wandb"]["run_id"] and "tracker_folder" not in healed.healing["settings"]
     assert not (tmp_path / "out.healing").exists()
 

@@ -21,7 +21,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carried_files import CarriedFiles
@@ -46,6 +46,7 @@ from surgery.training.balanced import balance_latents
 from surgery.training.checkpoints import Checkpoints, latest
 from surgery.training.distillation import Distillation, vocabulary_of
 from surgery.training.document_masks import honours_document_masks
+from surgery.training.evaluations import Evaluations
 from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.lr_multipliers import LRMultipliers, adapter_factors, read_factors
@@ -57,6 +58,7 @@ from surgery.training.models import (
     trained_tensors,
     write_healed,
 )
+from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_folder import CHECKPOINT_FILES, LOG, RUN_FILES
@@ -142,6 +144,7 @@ class _Run:
         if not masks:
             progress.note("attention crosses documents in packed rows: the models do not support document masks")
         tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
+        evaluations = self._evaluations(student, tokenizer)
         data = open_data(settings, tokenizer, self.folder / "data", processes=processes, progress=progress)
         logits = None
         if settings.teacher_logits:
@@ -180,6 +183,7 @@ class _Run:
                 progress=progress,
                 identity=_identity(settings, shas, data, processes.count) | {"document_masks": masks},
                 cached=logits.batch if logits and distillation.needs_logits else None,
+                evaluations=evaluations,
                 keeps_best=any(entry.quantizes for entry in entries_of(student.config.get_text_config())),
             )
         )
@@ -194,6 +198,7 @@ class _Run:
             **self._facts(),
             "parameters": counts,
             **_summary(loop, settings, processes.count),
+            "evaluation_settings": None if evaluations is None else evaluations.settings,
         }
         trained = trained_tensors(distillation.student)
         processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, self.folder / LOG))
@@ -208,6 +213,8 @@ class _Run:
         """Load student and teacher to the device and set their attention functions."""
         settings, accelerator = self.settings, self.accelerator
         student = causal_model(student_reader, trust_remote_code=settings.trust_remote_code)
+        if settings.nested_ranks:
+            nested_attentions(student)  # fails early if a layer has no latents
         if not self.sharded:
             student.to(accelerator.device)
         use_attention(student, settings.attention, accelerator.device)
@@ -218,6 +225,12 @@ class _Run:
         teacher.to(accelerator.device)
         use_attention(teacher, settings.attention, accelerator.device)
         return student, teacher
+
+    def _evaluations(self, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluations | None:
+        if self.settings.evaluate_every is None:
+            return None
+        limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
+        return Evaluations(self.settings, tokenizer, limit, self.processes, sharded=self.sharded)
 
     def _set_trainable(
         self, student: PreTrainedModel, teacher: PreTrainedModel | None, factors: dict[str, torch.Tensor]
@@ -357,6 +370,7 @@ def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, An
             "best_step": at.best_step,
             "written": "best" if loop.takes_best else "last",
         },
+        "evaluations": at.evaluations,
     }
 
 

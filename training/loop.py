@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from surgery.common.progress import Progress
 from surgery.common.removed import removal
 from surgery.training.checkpoints import BEST, Checkpoints
 from surgery.training.data import Sequences, TrainingRow, collate, dealt
+from surgery.training.evaluations import Evaluations, scalars
 from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
 from surgery.training.lr_multipliers import LRMultipliers
 from surgery.training.measure import held_out_losses, peak_memory, summed
+from surgery.training.nested import NestedRanks
 from surgery.training.run_log import RunLog
 from surgery.training.schedule import Budget, Position, learning_rate
 from surgery.training.settings import HealSettings
@@ -41,6 +43,7 @@ class Training:
         module: a `distillation.Distillation`, possibly wrapped; `names` are the losses that it measures.
         identity: values that must not change when a run resumes, as plain JSON values.
         cached: returns the teacher's logits for sequence numbers; None without cached logits.
+        evaluations: tasks to run between steps, or None.
         keeps_best: whether to write the state with the lowest held-out KL divergence, the initial state included. Set
             for models with quantized caches, where too large a step undoes the conversion's calibration.
     """
@@ -58,6 +61,7 @@ class Training:
     progress: Progress
     identity: dict[str, Any] = field(default_factory=dict)
     cached: Callable[[list[int]], TopK] | None = None
+    evaluations: Evaluations | None = None
     keeps_best: bool = False
 
 
@@ -83,6 +87,11 @@ class Loop:
         self._began = self._saved = 0.0
         self._saved_step = -1
         self._doing = "the start"
+        self._nested: NestedRanks | None = None
+        if settings.nested_ranks:
+            student = accelerator.unwrap_model(training.module).student
+            self._nested = NestedRanks(student, settings.nested_ranks, settings.seed)
+            training.identity |= {"nested_ranks": list(settings.nested_ranks)}
 
     @property
     def judge(self) -> str:
@@ -114,9 +123,8 @@ class Loop:
                     f"was made with {name} {saved_value!r}, not {value!r}; set it back, discard the checkpoint with"
                     " --restart (resume false), or choose another out",
                 )
-        # Earlier versions stored more: a position in streamed data, results of evaluations.
-        names = {each.name for each in fields(Position)}
-        self.at = Position(**{name: value for name, value in state["position"].items() if name in names})
+        # Earlier versions stored a position in streamed data.
+        self.at = Position(**{name: value for name, value in state["position"].items() if name != "data"})
         self._saved_step = self.at.step
         self._t.accelerator.step = 0  # accelerate's count of accumulated batches; checkpoints lie between steps
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
@@ -138,6 +146,7 @@ class Loop:
         with StopRequest() as stop, memory_errors(settings, lambda: self._doing):
             if self.at.step == 0:
                 self._measure()
+                self._evaluate()
             while True:
                 batches, numbers = self._next_batches()
                 predicted, seconds, signal = self._synchronized(batches, stop)
@@ -150,6 +159,8 @@ class Loop:
                 self._step(batches, numbers, predicted)
                 if settings.eval_every is not None and self.at.step % settings.eval_every == 0:
                     self._measure()
+                if settings.evaluate_every is not None and self.at.step % settings.evaluate_every == 0:
+                    self._evaluate()
                 self._save_if_due()
             self._finish()
 
@@ -173,23 +184,25 @@ class Loop:
         began = time.monotonic()
         self._doing = f"step {at.step + 1}"
         rate = self._set_learning_rate()
-        sums = self._backward(batches, numbers, max(1, predicted) / self._averaged)
+        with self._drawn_ranks() as share:
+            sums = self._backward(batches, numbers, max(1, predicted) / self._averaged)
+            drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
         t.factors.before_step()
         norm = t.accelerator.clip_grad_norm_(self._parameters, t.settings.clip or math.inf)
         *values, norm = _to_floats([*sums.values(), 0.0 if norm is None else norm])
         losses = dict(zip(sums, (value / self._averaged for value in summed(t.accelerator, values)), strict=True))
-        guard = SpikeGuard(t.settings.spike, at.recent, at.spikes)
+        guard = self._guard(share)
         # The fp16 loss scaler finds its scale by overflowing gradients, and skips these steps itself.
         checked = 0.0 if t.accelerator.scaler is not None else norm
         spike = guard.check(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
         self._update(spike)
         at.step += 1
         at.tokens += self._batch * t.settings.length
-        at.recent, at.spikes = guard.recent, guard.spikes
+        self._remember(share, guard)
         at.last_loss = losses["loss"]
         at.first_loss = losses["loss"] if at.first_loss is None else at.first_loss
         left_out = {} if spike is None else {"left_out": True}
-        self._report(losses, rate, norm, time.monotonic() - began, **left_out)
+        self._report({**losses, **drawn}, rate, norm, time.monotonic() - began, **left_out)
 
     def _backward(self, batches: list, numbers: list[list[int]], positions: float) -> dict[str, Tensor]:
         """Accumulate the gradients of the batches; return the sums of the loss and its parts, on their device."""
@@ -213,6 +226,22 @@ class Loop:
             t.optimizer.step()
             t.factors.after_step()
         t.optimizer.zero_grad()
+
+    def _drawn_ranks(self) -> AbstractContextManager[float | None]:
+        """Mask latents for the coming step; yields the share that all blocks keep, None if they differ."""
+        return nullcontext(1.0) if self._nested is None else self._nested.drawn(self.at.step)
+
+    def _guard(self, share: float | None) -> SpikeGuard:
+        """Return the guard with the last losses at this share of latents; without spike checks if blocks differ."""
+        recent = self.at.recent if share == 1 else self.at.recent_nested.get(f"{share}")
+        return SpikeGuard(None if share is None else self._t.settings.spike, recent, self.at.spikes)
+
+    def _remember(self, share: float | None, guard: SpikeGuard) -> None:
+        self.at.spikes = guard.spikes
+        if share == 1:
+            self.at.recent = guard.recent
+        elif share is not None:
+            self.at.recent_nested[f"{share}"] = guard.recent
 
     def _set_learning_rate(self) -> float:
         """Set and return the learning rate at the middle of the coming step."""
@@ -256,10 +285,11 @@ class Loop:
         if not t.held_out:
             return
         with self._untimed(f"the held-out loss after step {at.step}"):
-            values = held_out_losses(t.accelerator, t.module, t.held_out, t.settings.batch_size, t.names)
+            values, judged = self._held_out_losses()
         at.measured_step = at.step
         at.last_held_out, at.first_held_out = values, at.first_held_out or values
-        judged = values[self.judge]
+        if self.judge == "kl":
+            judged = values["kl"]
         better = at.best_held_out is None or judged < at.best_held_out
         if better:
             at.best_held_out, at.best_step = judged, at.step
@@ -272,6 +302,36 @@ class Loop:
         t.progress.note(f"held-out losses after step {at.step}: {parts}")
         if better and self.takes_best:
             self._save(BEST)
+
+    def _held_out_losses(self) -> tuple[dict[str, float], float]:
+        """Return held-out losses by name ("cross_entropy_at_0.5" for a share), and the mean cross-entropy of shares."""
+        t, losses = self._t, {}
+        for share in self._nested.shares if self._nested is not None else (1.0,):
+            with self._nested.cut(share) if self._nested is not None else nullcontext():
+                values = held_out_losses(t.accelerator, t.module, t.held_out, t.settings.batch_size, t.names)
+            if share != 1:  # the teacher's own loss does not depend on the share
+                values = {
+                    f"{name}_at_{share:g}": value for name, value in values.items() if not name.startswith("teacher")
+                }
+            losses |= values
+        entropies = [value for name, value in losses.items() if name.split("_at_")[0] == "cross_entropy"]
+        return losses, sum(entropies) / len(entropies)
+
+    def _evaluate(self) -> None:
+        """Run the evaluation tasks, unless this step has results already."""
+        t, at = self._t, self.at
+        if t.evaluations is None or (at.evaluations and at.evaluations[-1]["step"] == at.step):
+            return
+        with self._untimed(f"the evaluation after step {at.step}"):
+            results = t.evaluations.measure(t.accelerator, t.module, t.accelerator.unwrap_model(t.module).student)
+        at.evaluations.append({"step": at.step, "tokens": at.tokens, **results})
+        t.log.write("evaluation", **at.evaluations[-1])
+        t.log.track(at.step, {f"evaluation/{name}": value for name, value in scalars(results).items()})
+        parts = ", ".join(
+            f"{name} {with_perplexity(value) if name.endswith('loss') else decimal(value, 4)}"
+            for name, value in scalars(results).items()
+        )
+        t.progress.note(f"evaluated after step {at.step}: {parts}")
 
     @contextmanager
     def _untimed(self, doing: str) -> Iterator[None]:
@@ -320,6 +380,7 @@ class Loop:
         t, at = self._t, self.at
         if at.measured_step != at.step:
             self._measure()
+        self._evaluate()
         if at.step != self._saved_step:
             self._save()
         if self.takes_best and at.best_step not in (None, at.step):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,15 @@ class Position:
         step, tokens: completed steps and their tokens.
         seconds: training time over all resumed runs, without measurements.
         step_seconds: part of `seconds` inside steps.
-        measuring_seconds: time of held-out losses, not part of `seconds`.
-        recent: last losses, with which a spike is compared.
+        measuring_seconds: time of held-out losses and evaluations, not part of `seconds`.
+        recent: last losses, with which a spike is compared; `recent_nested`: the same by share of latents.
         spikes: consecutive steps that were skipped as spikes.
         first_loss, last_loss: weighted loss of the first and the last step.
         first_held_out, last_held_out: held-out losses by name.
-        best_held_out, best_step: lowest held-out loss, by `Loop.judge`, and its step.
+        best_held_out, best_step: lowest held-out loss and its step. The loss is `Loop.judge`; cross-entropy is the mean
+            over all shares with nested ranks.
         measured_step: step of the last measurement.
+        evaluations: results of evaluations, each with its step and tokens; see `evaluations.headline`.
     """
 
     step: int = 0
@@ -61,6 +64,7 @@ class Position:
     step_seconds: float = 0.0
     measuring_seconds: float = 0.0
     recent: list[float] = field(default_factory=list)
+    recent_nested: dict[str, list[float]] = field(default_factory=dict)
     spikes: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
@@ -69,3 +73,4 @@ class Position:
     best_held_out: float | None = None
     best_step: int | None = None
     measured_step: int | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)

@@ -21,6 +21,8 @@ FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
 Few large and many small steps were compared on the demo model; SmolLM2 was healed with small ones (docs/healing.md).
 """
 NO_TRACKER = "none"
+Evaluation = Literal["loss", "recall"]
+"""Tasks of `surgery eval` that can run during training."""
 
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")
 """Settings of the teacher signal. If none is set, `surgery heal` distills from the student's recorded source."""
@@ -113,6 +115,15 @@ class HealSettings(FileSettings):
         section="Objective",
         in_file=True,
     )
+    nested_ranks: tuple[float, ...] = setting(
+        (),
+        "Shares of the latent rank, including 1.0, one of which each step draws, so that slices of the result are good "
+        "models too.",
+        more="As in MatryoshkaKV. Held-out losses are measured at every share.",
+        kind="shares such as [1.0, 0.5, 0.25]",
+        metavar="F,F",
+        advanced=True,
+    )
     batch_size: int | None = setting(
         None,
         "Sequences per process in a batch.",
@@ -185,7 +196,7 @@ class HealSettings(FileSettings):
         more="Also measured at the start and the end.",
         least=1,
         unset="at the start and the end only",
-        section="Measurements during training",
+        section="Evaluation during training",
         advanced=True,
     )
     spike: float | None = setting(
@@ -194,6 +205,26 @@ class HealSettings(FileSettings):
         above=1,
         unset="no skipping; nan and infinity end the run",
         advanced=True,
+    )
+    evaluate_every: int | None = setting(
+        None,
+        "Steps between evaluations of the student, at the start and the end too.",
+        least=1,
+        unset="none",
+        advanced=True,
+    )
+    evaluate_tasks: tuple[Evaluation, ...] = setting(
+        ("loss", "recall"), "Tasks of these evaluations, as in surgery eval.", advanced=True
+    )
+    evaluate_data: tuple[str, ...] = setting(
+        (),
+        "Held-out texts for these evaluations, more than once for several; none: as surgery eval.",
+        metavar="FILE|DATASET|NAME",
+        repeated=True,
+        advanced=True,
+    )
+    evaluate_limit: int | None = setting(
+        None, "Maximum samples per task.", least=1, unset="as many as in surgery eval", advanced=True
     )
     save_every: int | None = setting(
         200, "Steps between checkpoints.", least=1, unset="no limit", section="Checkpoints", advanced=True
@@ -229,6 +260,14 @@ class HealSettings(FileSettings):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise SurgeryError(f"betas must be two numbers from 0 to below 1, not {self.betas!r}", setting="betas")
+        shares = tuple(sorted(self.nested_ranks, reverse=True))
+        if shares and not (shares[-1] > 0 and shares[0] == 1 and len(set(shares)) == len(shares)):
+            raise SurgeryError(
+                "nested_ranks must be distinct shares in (0, 1] that include 1, such as [1.0, 0.5, 0.25]; not"
+                f" {self.nested_ranks!r}",
+                setting="nested_ranks",
+            )
+        object.__setattr__(self, "nested_ranks", shares)
         if self.length < 2:
             raise SurgeryError(
                 "length must be at least 2, since each token is predicted from those before it", setting="length"
@@ -266,6 +305,10 @@ class HealSettings(FileSettings):
             (
                 self.train == "new" and self.teacher is None,
                 'train "new" needs a teacher to compare parameters with: set teacher, or use train "attention"',
+            ),
+            (
+                self.evaluate_every is not None and not self.evaluate_tasks,
+                "evaluate_every is set, but evaluate_tasks is empty: add loss or recall",
             ),
             (
                 self.train != "lora" and self.lora_modules,

@@ -5,7 +5,6 @@ from __future__ import annotations
 ROWS = "every channel has its own scale, from calibration text: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 KL = "use kl, the divergence that every report trained with"
-HELD_OUT = "held-out losses are measured every eval_every steps, and surgery eval measures the result"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
 REMOVED = {
@@ -41,9 +40,8 @@ REMOVED = {
     "utilization": "a dry run measures the speed of this machine; run it on the machine of the training",
     "quantization_aware": "training always reads the quantized values of packed rows: leave it out",
     "attention surgery": "PyTorch's fused attention was faster on a GPU: leave it out",
-    "orthogonal": "leave it out: nested ranks were removed, too",
+    "orthogonal": "nested ranks are trained without it: leave it out",
     "launcher zero3": "use --launcher fsdp2, which shards the same without a further package",
-    "nested_ranks": "heal each size on its own: surgery slice, then surgery heal",
     "train_patterns": "use --train all, or --train lora with lora_modules",
     "objective reverse_kl": KL,
     "objective jsd": KL,
@@ -52,10 +50,6 @@ REMOVED = {
     "objective temperature": "leave it out: every report trained with temperature 1",
     "patience": "set max_tokens or max_seconds; heal.jsonl has the held-out losses of a run",
     "final_learning_rate": "leave it out: cosine and linear schedules end at 0, constant stays at the peak",
-    "evaluate_every": HELD_OUT,
-    "evaluate_tasks": HELD_OUT,
-    "evaluate_data": HELD_OUT,
-    "evaluate_limit": HELD_OUT,
     "stream": "datasets are always streamed: set `tokens` to limit them",
     "data teacher": "use builtin or your own text",
     "calibration self": "use --calibration chat, which samples replies of the model to built-in prompts",
