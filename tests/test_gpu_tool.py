@@ -1,5 +1,6 @@
-"""`tools/gpu.py`: a rehearsal of every step, runs that are cut short, and the report."""
+"""`tools/gpu.py`: a rehearsal of every step, runs that are cut short, parts of a pack, and the report."""
 
+import hashlib
 import json
 import os
 import signal
@@ -68,7 +69,7 @@ def lines_of(out: Path) -> list[dict]:
 
 
 def take(gpu_run, tmp_path: Path, **changes) -> list[dict]:
-    options = {"seconds": 900.0, "model": None, "commit": None, "work": tmp_path / "work", "steps": None}
+    options = {"seconds": 900.0, "max_files": 8, "pack": tmp_path / "pack", "work": tmp_path / "work", "steps": None}
     options |= {"device": "cpu", "tiny": True, "out": tmp_path / "out", "starter": fork}
     gpu_run.run(**{**options, **changes})
     return lines_of(changes.get("out", tmp_path / "out"))
@@ -123,8 +124,33 @@ def test_no_step_begins_without_time_and_wrong_calls_are_refused(gpu_run, tmp_pa
     assert [line["event"] for line in lines] == ["run", *["waits"] * len(gpu_run.STEPS), "end"]
     with pytest.raises(SurgeryError, match="--steps fly: unknown; choose from facts"):
         take(gpu_run, tmp_path, steps="facts,fly")
-    with pytest.raises(SurgeryError, match=r"--model .*no\.gguf: no such file"):
-        take(gpu_run, tmp_path, model=tmp_path / "no.gguf")
+    with pytest.raises(SurgeryError, match="--max-files 1"):
+        take(gpu_run, tmp_path, max_files=1)
+
+
+def test_parts_join_to_the_model_in_any_order(gpu_run, tmp_path, monkeypatch):
+    gpu_pack = sys.modules["gpu_pack"]
+    model = tmp_path / "small.gguf"
+    model.write_bytes(os.urandom(50_000))
+    monkeypatch.setattr(gpu_pack, "_download", lambda name, python, folder: [])
+    gpu_pack.pack(tmp_path / "pack", 20_000, "3.12", model, "")
+    parts = sorted((tmp_path / "pack").glob("part-*"))
+    assert len(parts) == 3
+    assert all(sum(file.stat().st_size for file in part.rglob("*") if file.is_file()) <= 20_000 for part in parts)
+    arrived, work = tmp_path / "arrived", tmp_path / "machine"
+    for number in (2, 0, 1):
+        arrived.mkdir(exist_ok=True)
+        assert gpu_run._arrived(arrived, work) is None
+        parts[number].rename(arrived / parts[number].name)
+    joined = gpu_run._arrived(arrived, work)
+    assert hashlib.sha256(joined.read_bytes()).digest() == hashlib.sha256(model.read_bytes()).digest()
+    with pytest.raises(SurgeryError, match="exists"):
+        gpu_pack.pack(tmp_path / "pack", 20_000, "3.12", model, "")
+    joined.unlink()
+    (work / "model" / "piece-1").write_bytes(b"other")
+    (arrived / "part-2" / "model" / "piece-1").write_bytes(b"other")
+    with pytest.raises(SurgeryError, match="do not match"):
+        gpu_run._arrived(arrived, work)
 
 
 def test_pages_are_made_from_the_newest_report(gpu_report):

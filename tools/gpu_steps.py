@@ -39,7 +39,7 @@ class Setup:
         work: folder of checkpoints and records, reused by later runs on the same machine.
         device: device of the measurements, such as cuda.
         tiny: whether this is a rehearsal at tiny shapes.
-        model: GGUF file or folder of a small real model; None if there is none.
+        model: GGUF file or folder of a small real model; None if it has not arrived.
     """
 
     work: Path
