@@ -65,7 +65,7 @@ def report_of(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
             if "row" in line:
                 step["rows"].append(line["row"])
             else:
-                step |= {name: line[name] for name in ("code", "seconds", "cut", "why") if name in line}
+                step |= {name: line[name] for name in ("code", "seconds", "cut", "programs", "why") if name in line}
     rows = [row for step in report["steps"].values() for row in step["rows"]]
     if not rows:
         raise SurgeryError(f"{RESULTS}: has no rows; pass the folder that tools/gpu.py run wrote")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gpu_steps import ROOT, SPARE, STEPS, Setup, Step
 
@@ -27,6 +27,14 @@ RESULTS, LOG, MANIFEST = "results.jsonl", "run.log", "manifest.json"
 POLL = 0.25
 LEAST = 20.0
 """Minimum remaining seconds to start a step."""
+
+
+class Process(Protocol):
+    """Interface of a running step."""
+
+    def poll(self) -> int | None: ...
+
+    def send(self, number: signal.Signals) -> None: ...
 
 
 class Started(subprocess.Popen):
@@ -103,7 +111,7 @@ def run(
     steps: str | None,
     device: str,
     tiny: bool,
-    starter: Callable[[list[str], dict[str, str], Path], Started] = start,
+    starter: Callable[[list[str], dict[str, str], Path], Process] = start,
 ) -> None:
     """Run the steps that are not done, in order, and write two files to ``out``: rows and the log.
 
@@ -159,7 +167,7 @@ def _run_step(
     environment: dict[str, str],
     results: Path,
     log: Path,
-    starter: Callable[[list[str], dict[str, str], Path], Started],
+    starter: Callable[[list[str], dict[str, str], Path], Process],
 ) -> bool:
     """Run a step until it ends or reaches its limit; return whether its exit code is 0."""
     records = Records(setup.work, step.records)
@@ -167,8 +175,8 @@ def _run_step(
     arguments = step.arguments(setup, max(1.0, limit - SPARE))
     _write(results, {"event": "begin", "step": step.name, "limit": round(limit, 1), "arguments": arguments, **_now()})
     print(f"{step.name}, at most {limit:.0f} s", flush=True)
-    began, cut = time.monotonic(), False
-    process = starter(arguments, environment, log)
+    began, cut, programs = time.monotonic(), False, _programs(environment)
+    process = starter(arguments, {**environment, **step.environment(setup)}, log)
     while (code := process.poll()) is None:
         time.sleep(POLL)
         _write(results, *({"step": step.name, "row": row} for row in records.new()))
@@ -181,9 +189,16 @@ def _run_step(
             process.send(signal.SIGKILL)
     _write(results, *({"step": step.name, "row": row} for row in records.new()))
     took = round(time.monotonic() - began, 1)
-    _write(results, {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut})
+    programs = _programs(environment) - programs
+    ended = {"event": "ended", "step": step.name, "code": code, "seconds": took, "cut": cut, "programs": programs}
+    _write(results, ended)
     print(f"{step.name}: exit code {code} after {took:.0f} s{' (time limit)' if cut else ''}", flush=True)
     return code == 0
+
+
+def _programs(environment: dict[str, str]) -> int:
+    """Count the programs in Triton's cache; a step that adds programs compiled them while the GPU was idle."""
+    return sum(1 for _ in Path(environment["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
 
 
 def _selected_steps(names: str | None) -> list[Step]:
@@ -236,7 +251,6 @@ def _environment(work: Path, device: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
-        "SURGERY_TESTS": str(work / "tests.jsonl"),
         "TOKENIZERS_PARALLELISM": "false",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         **({"TRITON_INTERPRET": "0"} if device.startswith("cuda") else {}),

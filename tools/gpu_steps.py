@@ -25,6 +25,9 @@ FORMS = "mla,gqa,lowrank"
 ROW_FORMS = "mla-bits"
 """Targets measured with kernels only; without kernels all rows are unpacked at every step."""
 ROW_SIZES = ("--kernels", "ours", "--rank", "512", "--rope-dim", "128")
+H100 = (90, 132)
+"""Compute capability and multiprocessors to compile kernels for if no device was detected."""
+CASES = str(ROOT / "tools" / "gpu_cases.py")
 HEALED = ("healed/heal.jsonl|healed.healing/trained.run/heal.jsonl", "healed/heal.json")
 QUARTER = ("--kv-ratio", "0.25")
 SPARE = 12.0
@@ -70,6 +73,7 @@ class Step:
         arguments: function from the setup and the time limit to the arguments of the Python interpreter.
         records: result files below the work folder, see :class:`gpu_run.Records`.
         needs_model: whether it runs on the small real model.
+        environment: function from the setup to additional environment variables.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Step:
     arguments: Callable[[Setup, float], list[str]]
     records: tuple[str, ...]
     needs_model: bool = False
+    environment: Callable[[Setup], dict[str, str]] = lambda setup: {}
 
 
 def _facts(setup: Setup, seconds: float) -> list[str]:
@@ -88,16 +93,53 @@ def _tests(setup: Setup, seconds: float) -> list[str]:
     workers = min(12, max(1, (os.cpu_count() or 2) - 2))
     folder = ROOT / "tests" / "kernels"
     where = [str(folder / "test_split_kv.py" if setup.tiny else folder)]
+    return [*_pytest("gpu_pytest", setup, workers), *selection, *where]
+
+
+def _compile(setup: Setup, seconds: float) -> list[str]:
+    # A rehearsal compiles the kernels of one operation, since every further one would take as long.
+    selection = ["-m", "gpu", *(["-k", "test_kernel"] if setup.tiny else [])]
+    folder = ROOT / "tests" / "kernels"
+    tests = [] if setup.tiny else [str(folder), f"--ignore={folder / 'bench'}"]
+    return [*_pytest("gpu_compile", setup, os.cpu_count() or 1), *selection, CASES, *tests]
+
+
+def _pytest(plugin: str, setup: Setup, workers: int) -> list[str]:
     # `--dist load` distributes single tests; by file they would compile sequentially.
     options = ["-n", "0" if setup.tiny else str(workers), "--dist", "load", "-o", "addopts=", "--import-mode=importlib"]
-    pytest = ["-m", "pytest", "-p", "gpu_pytest", "-p", "no:cacheprovider", *options, "--tb=short", "-q"]
-    return [*pytest, *selection, *where]
+    return ["-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", *options, "--tb=short", "-q"]
+
+
+def _compiled(setup: Setup) -> dict[str, str]:
+    """Return the environment of the compile step: the device that the first step detected, and cases of later steps."""
+    try:
+        device = json.loads((setup.work / "facts.jsonl").read_text(encoding="utf-8").splitlines()[-1])["device"]
+        target = int("".join(device["capability"].split("."))), device["processors"]
+    except (OSError, IndexError, AttributeError):  # not measured, or no GPU
+        target = H100
+    forms = "-" if setup.tiny else f"{FORMS},{ROW_FORMS}"
+    sizes = [_kernel_shapes(setup), setup.contexts, _kernel_batches(setup), setup.shape, forms]
+    return {
+        "SURGERY_TARGET": ",".join(map(str, target)),
+        "SURGERY_CASES": " ".join(sizes),
+        "SURGERY_TESTS": str(setup.work / "compile.jsonl"),
+        "TRITON_INTERPRET": "0",
+        "CUDA_VISIBLE_DEVICES": "",  # compiling processes must not allocate GPU memory
+        **({"SURGERY_OPERATIONS": "mla_decode"} if setup.tiny else {}),
+    }
+
+
+def _kernel_shapes(setup: Setup) -> str:
+    return "tiny" if setup.tiny else "llama3-8b,smollm2"
+
+
+def _kernel_batches(setup: Setup) -> str:
+    return "2" if setup.tiny else "1,32,128"
 
 
 def _kernels(setup: Setup, seconds: float) -> list[str]:
     some = ["--operations", "mla_decode,sdpa", "--device", setup.device] if setup.tiny else []
-    shapes, batches = ("tiny", "2") if setup.tiny else ("llama3-8b,smollm2", "1,32,128")
-    sizes = ["--shapes", shapes, "--batches", batches]
+    sizes = ["--shapes", _kernel_shapes(setup), "--batches", _kernel_batches(setup)]
     return _bench(setup, "kernels", seconds, *sizes, *some)
 
 
@@ -167,9 +209,14 @@ def _size(setup: Setup) -> list[str]:
     return ["--tiny"] if setup.tiny else []
 
 
+def _rows_of_tests(setup: Setup) -> dict[str, str]:
+    return {"SURGERY_TESTS": str(setup.work / "tests.jsonl")}
+
+
 STEPS = (
     Step("facts", 40, _facts, ("facts.jsonl",)),
-    Step("tests", 80, _tests, ("tests.jsonl",)),
+    Step("compile", 60, _compile, ("compile.jsonl",), environment=_compiled),
+    Step("tests", 80, _tests, ("tests.jsonl",), environment=_rows_of_tests),
     Step("kernels", 110, _kernels, ("kernels/kernels.json",)),
     Step("decode-rows", 45, _decode(ROW_FORMS, "decode-rows", *ROW_SIZES), ("decode-rows/decode.json",)),
     Step("decode", 100, _decode(FORMS, "decode"), ("decode/decode.json",)),
