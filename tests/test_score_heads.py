@@ -16,8 +16,7 @@ from tiny_models import DEMO, HELD_OUT, make_checkpoint
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.common.progress import Progress
-from surgery.heads import duo, gate_training, prulong
+from surgery.heads import gate_training, prulong
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.scoring import default_pattern, score_heads, sequence_length
 from surgery.heads.settings import HeadSettings
