@@ -306,7 +306,7 @@ HEAL_STEP = {"name": "h", "student": "s", "teacher": "t"}
         ({"measure": {"window": 2}}, "did you mean windows"),
         ({"measure": "some"}, "measure must be true, false or settings"),
         ({"measure": {"tasks": ["needle"]}}, "measure does not support tasks"),
-        ({"evaluate_tasks": ["recall"]}, "step h: evaluate_tasks was removed"),
+        ({"evaluate_tasks": ["recal"]}, "did you mean recall"),
         ({"tracker": "wandbb"}, "step h: tracker 'wandbb' is unknown; did you mean wandb|did you mean wandb"),
     ],
 )

@@ -19,24 +19,28 @@ def row_pieces(call: AttentionCall, rows: LongTensor) -> Iterator[LongTensor]:
     return iter(rows.split(max(1, ENTRIES // (batch * heads * call.key.shape[2]))))
 
 
-def attention_rows(call: AttentionCall, rows: LongTensor) -> Tensor:
+def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | None = None) -> Tensor:
     """Compute the attention weights of selected queries.
 
     Args:
         rows: [n] int64, indices of queries among the call's T.
+        keys: [m] int64, indices of keys; the softmax is over these alone. None for all S.
 
     Returns:
-        [B, H, n, S] float32. A row and its learned sink sum to 1, or to 0 if all keys are masked.
+        [B, H, n, m] float32. A row and its learned sink sum to 1, or to 0 if all keys are masked.
     """
     rows = rows.to(call.query.device)
     key, query = call.key, call.query[:, :, rows]
+    key_positions = torch.arange(key.shape[2], device=key.device)
+    if keys is not None:
+        key_positions = keys.to(key.device)
+        key = key[:, :, key_positions]
     batch, heads, count, width = query.shape
     query = query.reshape(batch, call.kv_heads, -1, width)  # query heads of a KV head are adjacent
     scores = (query.float() @ key.float().transpose(-1, -2)).view(batch, heads, count, -1)
     if call.mask is None:
-        positions = torch.arange(key.shape[2], device=key.device)
-        mask = (positions <= rows[:, None] + key.shape[2] - call.query.shape[2])[None, None]
+        mask = (key_positions <= rows[:, None] + call.key.shape[2] - call.query.shape[2])[None, None]
     else:
-        mask = call.mask[:, :, rows]
+        mask = call.mask[:, :, rows][..., key_positions]
     scores = call.softmax.logits(scores).masked_fill_(~mask, torch.finfo(torch.float32).min)
     return call.softmax.normalized(scores).masked_fill_(~mask, 0)  # fully masked rows too

@@ -16,6 +16,7 @@ from surgery.eval.session import device_of
 from surgery.heads.attention_rows import attention_rows, row_pieces
 from surgery.heads.needles import NeedleSet
 from surgery.heads.scorer import HeadScores, ScoringSession
+from surgery.heads.ties import break_ties
 from surgery.running.attention_tap import AttentionCall, tap_attention
 
 SAMPLES = 16
@@ -86,19 +87,3 @@ def _copies(session: ScoringSession, reader: LogitReader, needles: NeedleSet, ro
     empty = copies.new_zeros(0, 2, session.layers, heads)
     copied, masses = (torch.stack(rows_of_copies) if rows_of_copies else empty).unbind(1)
     return copied, masses
-
-
-def break_ties(scores: Tensor, by: Tensor) -> Tensor:
-    """Order heads with equal scores by a second quantity.
-
-    Args:
-        scores, by: finite tensors of equal shape.
-
-    Returns:
-        Float32 scores, each moved by less than half the smallest gap between different scores, so that different ones
-        keep their order. Equal ones get the order of ``by``, to float32 precision.
-    """
-    values = scores.double().unique()
-    gap = values.diff().min() if len(values) > 1 else torch.ones((), dtype=torch.float64)
-    levels, level = by.double().unique(return_inverse=True)
-    return (scores.double() + gap / 2 * level / len(levels)).float()

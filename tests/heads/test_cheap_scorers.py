@@ -12,10 +12,10 @@ from surgery.common.progress import Progress
 from surgery.eval.sequences import random_windows, tokenize
 from surgery.heads import attention_rows, induction, kvzip, needle
 from surgery.heads.methods import scorer
-from surgery.heads.needle import break_ties
 from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
 from surgery.heads.settings import HeadSettings
+from surgery.heads.ties import break_ties
 from surgery.running.attention_tap import AttentionCall, tap_attention
 from surgery.running.processes import Processes
 
@@ -72,6 +72,11 @@ def test_rows_are_those_of_the_whole_matrix(checkpoints, family):
     def look(call):
         result = attention_rows.attention_rows(call, rows)
         assert torch.allclose(result, expected[call.layer][:, :, rows], atol=1e-5)
+        keys = torch.tensor([0, 5, 6, 20, 30])
+        some = attention_rows.attention_rows(call, rows[2:], keys)
+        picked = expected[call.layer][:, :, rows[2:]][..., keys]
+        records = picked.sum(-1, keepdim=True)
+        assert torch.allclose(some * records, picked, atol=1e-5)
         return call.output()
 
     with torch.no_grad(), tap_attention(model, look):
@@ -97,7 +102,7 @@ def test_pieces_cover_all_rows(monkeypatch):
 def looking_at(key_of):
     """Attention rows of heads that look at one key each: ``key_of(row, head)``."""
 
-    def rows_of(call, rows):
+    def rows_of(call, rows, keys=None):
         attention = torch.zeros(1, call.query.shape[1], len(rows), call.key.shape[2])
         for head in range(attention.shape[1]):
             for index, row in enumerate(rows.tolist()):
