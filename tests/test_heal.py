@@ -262,6 +262,9 @@ def test_launchers_have_names(tmp_path, monkeypatch):
     assert count_processes(None, find_launcher(own)) == 4 and find_launcher(str(own)) == own
     with pytest.raises(SurgeryError, match=r"use a file or one of cpu-1, .*did you mean fsdp2\?"):
         find_launcher("fsdp3")
+    own.write_text("distributed_type: DEEPSPEED\n")
+    with pytest.raises(SurgeryError, match="DeepSpeed was removed: use --launcher fsdp2"):
+        find_launcher(own)
     inside = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "ACCELERATE_USE_FSDP": "true", "PATH": "x"}
     assert outside(inside) == {"PATH": "x"}
     assert outside({"ACCELERATE_USE_CPU": "1"}) == {"ACCELERATE_USE_CPU": "1"}

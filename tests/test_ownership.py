@@ -313,7 +313,7 @@ def world(root: Path) -> list[Path]:
     store.put("b" * 32, {})
     HeadPattern(torch.eye(2), "made").save(root / "pattern.safetensors")
     Page("x").save(root / "page.html")
-    Journal(root / ".journal", {}).put("a", {"x": torch.ones(1)})
+    Journal(root / ".journal", {}).put({"x": torch.ones(1)})
     (root / "tmp").mkdir()
     return [root, *(path for path in root.rglob("*") if path.is_dir())]
 
@@ -332,7 +332,7 @@ def runs(root: Path):
     yield healing_folder(root).open
     yield healing_folder(root).clear
     yield healing_folder(root).remove
-    yield lambda: ResultStore.open(root / "eval").go_on(1, restart=True)
+    yield lambda: ResultStore.open(root / "eval").clear()
     yield lambda: ResultStore.open(root / "eval").put("a" * 32, {})
     yield lambda: HeadPattern(torch.ones(2, 2), "made").save(root / "pattern.safetensors", overwrite=True)
     yield lambda: Page("y").save(root / "page.html", overwrite=True)

@@ -8,6 +8,7 @@ from surgery.common.removed import REMOVED
 from surgery.planning.plan_file import read_plan
 from surgery.planning.settings import PlanSettings
 
+OBJECTIVES = ("reverse_kl", "jsd", "jsd_beta", "attention", "temperature")
 LINES = {
     "fit_steps": ["convert", "builtin", "--fit-steps", "0"],
     "fit_iterations": ["convert", "builtin", "--fit-iterations", "8"],
@@ -37,6 +38,11 @@ LINES = {
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
     "attention surgery": ["heal", "builtin", "--attention", "surgery"],
     "orthogonal": ["heal", "builtin", "--orthogonal"],
+    "train_patterns": ["heal", "builtin", "--train-patterns", "*.norm.weight"],
+    **{f"objective {name}": ["heal", "builtin", "--config", "{file}"] for name in OBJECTIVES},
+    "patience": ["heal", "builtin", "--patience", "3"],
+    "final_learning_rate": ["heal", "builtin", "--final-learning-rate", "0.1"],
+    "launcher zero3": ["heal", "builtin", "--launcher", "zero3"],
     "stream": ["heal", "builtin", "--config", "{file}"],
     "teacher_logits": ["heal", "builtin", "--teacher-logits", "cache"],
     "teacher_top_k": ["heal", "builtin", "--teacher-top-k", "8"],
@@ -48,6 +54,7 @@ LINES = {
     "calibration self": ["convert", "builtin", "--calibration", "self"],
     "convert wandb": ["convert", "builtin", "--wandb", "p"],
     "convert wandb_mode": ["convert", "builtin", "--wandb-mode", "offline"],
+    "log_file": ["convert", "builtin", "--log-file", "log.txt"],
     "push_to_hub": ["convert", "builtin", "--push-to-hub", "me/x"],
     "run copy": ["recipes", "--copy", "testbed-mla"],
     "config copy": ["configs", "--copy", "mla"],
@@ -82,6 +89,8 @@ LINES = {
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / "settings.yaml"
     text = f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n"
+    command, _, removed = name.partition(" ")
+    text = f"objective: {{kl: 1, {removed}: 0.5}}\n" if command == "objective" else text
     file.write_text("data: [{source: org/name, stream: true}]\n" if name == "stream" else text)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")

@@ -1,7 +1,6 @@
 """Temporary folders: gone with their process, or with the next one."""
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -11,12 +10,10 @@ from pathlib import Path
 import pytest
 from processes import kill_and_leave
 
-from surgery.common.ownership import owner
-from surgery.common.temporary import TemporaryFolder
+from surgery.common.temporary import PREFIX, TemporaryFolder
 
 STAYS = """
 import sys, time
-from surgery.common.ownership import owner
 from surgery.common.temporary import TemporaryFolder
 folder = TemporaryFolder("test")
 (folder.path / "file").write_text("")
@@ -34,7 +31,9 @@ def parent(tmp_path, monkeypatch):
 
 def test_it_goes_with_its_block_its_object_and_its_process(parent):
     with TemporaryFolder("test") as folder:
-        assert folder.parent == parent and folder.name.startswith("surgery-test-") and len(os.listdir(parent)) == 2
+        assert (
+            folder.parent == parent and os.listdir(parent) == [folder.name] and folder.name.startswith(f"{PREFIX}test-")
+        )
     assert not os.listdir(parent)
     temporary = TemporaryFolder("test")
     del temporary
@@ -61,33 +60,33 @@ def test_what_a_killed_process_left_goes_with_the_next_and_what_others_use_stays
             other.communicate()
     with TemporaryFolder("test"):
         pass
-    assert os.listdir(parent) == ["surgery-mine"]  # no folder without a lock is touched
+    assert os.listdir(parent) == ["surgery-mine"]
 
 
-MARKERS = {
-    "empty": lambda folder: "",
-    "of another program": lambda folder: json.dumps({**owner(folder=inode(folder)), "program": "other"}),
-    "of another user": lambda folder: json.dumps({**owner(folder=inode(folder)), "user": -1}),
-    "of another folder": lambda folder: json.dumps(owner(folder=[0, 0])),
-    "damaged": lambda folder: json.dumps(owner(folder=inode(folder)))[:-3],
-}
-
-
-def inode(folder):
-    return [folder.stat().st_dev, folder.stat().st_ino]
-
-
-@pytest.mark.parametrize("kind", MARKERS)
-def test_a_folder_with_a_users_lock_stays(parent, kind):
-    """A user's folder called as ours are, and an unlocked file next to it (found by an attack, in no public thread)."""
-    folder = parent / "surgery-thesis"
+def test_what_others_made_under_such_a_name_stays(parent, monkeypatch):
+    folder = parent / f"{PREFIX}thesis"
     folder.mkdir()
-    (folder / "chapter.tex").write_text("mine")
-    (parent / "surgery-thesis.lock").write_text(MARKERS[kind](folder))
+    (parent / "mine").mkdir()
+    (parent / f"{PREFIX}link").symlink_to(parent / "mine")
+    monkeypatch.setattr(os, "getuid", lambda: -1)
     with TemporaryFolder("test"):
         pass
-    assert (folder / "chapter.tex").read_text() == "mine"
-    assert (parent / "surgery-thesis.lock").exists() == (kind != "of another folder")
+    monkeypatch.undo()
+    assert folder.is_dir() and (parent / "mine").is_dir() and (parent / f"{PREFIX}link").is_symlink()
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(parent, monkeypatch):
+    made, create = [], tempfile.mkdtemp
+
+    def removed_once(**arguments):
+        made.append(Path(create(**arguments)))
+        if len(made) == 1:
+            made[0].rmdir()
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", removed_once)
+    with TemporaryFolder("test") as folder:
+        assert folder == made[1] and os.listdir(parent) == [folder.name]
 
 
 def test_a_forked_child_leaves_it_to_its_parent(parent):
@@ -97,6 +96,6 @@ def test_a_forked_child_leaves_it_to_its_parent(parent):
         folder.remove()
         os._exit(0)
     os.waitpid(child, 0)
-    assert folder.path.is_dir() and len(os.listdir(parent)) == 2
+    assert folder.path.is_dir()
     folder.remove()
     assert not os.listdir(parent)

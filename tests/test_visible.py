@@ -13,7 +13,6 @@ from sample_report import sample_report
 
 from surgery.common.errors import SurgeryError
 from surgery.common.human import in_code, in_markdown
-from surgery.common.log import log
 from surgery.common.progress import Progress
 from surgery.common.tables import csv_file, markdown
 from surgery.common.tables.table import Table
@@ -93,15 +92,12 @@ def test_evaluations(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_progress_and_logs(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SURGERY_LOG_FILE", str(tmp_path / "log.txt"))
+def test_progress(name, capsys):
     progress = Progress()
     progress.note(f"model {name}")
     with progress.at(name), progress.phase(name, 1) as advance:
         advance()
-    log("note", name)
     check(capsys.readouterr().err.replace("\r", ""))
-    check((tmp_path / "log.txt").read_text())
 
 
 FORMULAS = ["=1+1", "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1"]

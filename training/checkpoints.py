@@ -2,8 +2,8 @@
 
 A checkpoint holds the files of accelerate's `save_state` (weights, optimizer, scaler and the random state of every
 process) and `state.json` with the state of the training loop, written last. Only trainable weights are saved: the
-frozen ones are in the student's checkpoint. Under FSDP and DeepSpeed every process writes its shard of all weights, in
-the formats of these libraries.
+frozen ones are in the student's checkpoint. Under FSDP every process writes its shard of all weights, in torch's
+format.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Checkpoints:
         """
         self.folder, self._accelerator, self._processes, self._keep_last = folder, accelerator, processes, keep_last
         self.last_good: Path | None = None
-        self._sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        self._sharded = accelerator.distributed_type == DistributedType.FSDP
         if not self._sharded:
             accelerator.register_save_state_pre_hook(self._save_trained)
             accelerator.register_load_state_pre_hook(self._load_trained)

@@ -29,8 +29,8 @@ class States(NamedTuple):
 
     Attributes:
         hidden: [N, D] hidden states after the final norm, in any floating dtype.
-        head: LM head. A module is called, not read for its weight, so that hooks which gather sharded weights (FSDP,
-            ZeRO-3) and its adapters work.
+        head: LM head. A module is called, not read for its weight, so that hooks which gather sharded weights (FSDP)
+            and its adapters work.
     """
 
     hidden: Tensor

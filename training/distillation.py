@@ -1,6 +1,6 @@
 """Distillation module: student and teacher, whose forward pass returns losses. accelerate wraps it, the loop trains it.
 
-Everything that touches the student's weights happens in one `forward`, as DDP, FSDP and DeepSpeed require.
+Everything that touches the student's weights happens in one `forward`, as DDP and FSDP require.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from surgery.training.data import Batch, holds_several
 from surgery.training.known_documents import known_documents
 from surgery.training.matching import matching_loss, on_teacher_inputs
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
-from surgery.training.recording import Recording, decoder_of, recorded, same_layers
+from surgery.training.recording import decoder_of, recorded, same_layers
 from surgery.training.top_k import TopK
 
 
@@ -104,7 +104,7 @@ class Distillation(nn.Module):
         self._student = (Body.of(student),)  # a tuple, so that nn.Module does not register it
         self._teacher = (None if teacher is None else Body.of(teacher.eval().requires_grad_(False)),)
         self._vocabulary = vocabulary_of(student)
-        self._matches = bool(weights.hidden or weights.attention or weights.layerwise)
+        self._matches = bool(weights.hidden or weights.layerwise)
         if teacher is not None:
             check_vocabularies(student, teacher)
         if self._matches:
@@ -138,23 +138,20 @@ class Distillation(nn.Module):
             teacher_states, recording = None, None
             if teacher is not None and (weights.needs_teacher or matches):
                 with torch.no_grad():
-                    recording = self._recording(stack, teacher.model) if matches else None
+                    recording = stack.enter_context(recorded(teacher.model, hidden=True)) if matches else None
                     hidden = teacher.states(*inputs).flatten(0, 1).index_select(0, index)
                 teacher_states = States(hidden, teacher.head())
             elif cached is not None and weights.needs_teacher:
                 length = batch.tokens.shape[1]
                 teacher_states = cached.map(lambda tensor: tensor[index // length, index % length])
-            own = self._recording(stack, self.student) if matches else None
+            own = stack.enter_context(recorded(self.student, hidden=True)) if matches else None
             states = self._student[0].states(*inputs)
         student = States(states.flatten(0, 1).index_select(0, index), self._student[0].head())
         # The same number of chunks on every process: each gathers a sharded head.
         chunks = chunk_count(batch.labels[:, 1:].numel(), self._vocabulary)
         losses = logit_losses(weights, student, teacher_states, targets, chunks=chunks, positions=positions)
         if matches:
-            valid = _valid(batch)
-            for name in ("hidden", "attention"):
-                if getattr(weights, name):
-                    losses[name] = matching_loss(getattr(own, name), getattr(recording, name), valid, positions)
+            losses["hidden"] = matching_loss(own.hidden, recording.hidden, _valid(batch), positions)
         loss, parts = combine(weights, losses)
         if measure and teacher_states is not None:
             only = ObjectiveWeights(kl=0.0, cross_entropy=1.0)
@@ -170,11 +167,6 @@ class Distillation(nn.Module):
         with on_teacher_inputs(self.student, recording) as own:
             self._student[0].states(*inputs)
         return matching_loss(own.attention, recording.attention, _valid(batch), positions)
-
-    def _recording(self, stack: ExitStack, model: nn.Module) -> Recording:
-        return stack.enter_context(
-            recorded(model, hidden=bool(self.weights.hidden), attention=bool(self.weights.attention))
-        )
 
     @property
     def needs_logits(self) -> bool:
@@ -221,10 +213,10 @@ def shard_layers(model: PreTrainedModel) -> None:
 
 def _check_layers(student: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
     if teacher is None:
-        raise SurgeryError("objectives hidden and attention need a teacher model: set teacher, or both weights to 0")
+        raise SurgeryError("objectives hidden and layerwise need a teacher model: set teacher, or both weights to 0")
     same_layers(student, list(decoder_of(teacher).layers))
     sizes = [model.get_input_embeddings().weight.shape[1] for model in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise SurgeryError(
-            f"hidden sizes differ: student {sizes[0]}, teacher {sizes[1]}; set objectives hidden and attention to 0"
+            f"hidden sizes differ: student {sizes[0]}, teacher {sizes[1]}; set objectives hidden and layerwise to 0"
         )

@@ -56,7 +56,7 @@ class Estimate:
     Attributes:
         parameters: numbers of parameters: "student", "trained" and "teacher".
         processes: number of processes, of one device each.
-        sharded: whether FSDP2 or ZeRO-3 shards the student.
+        sharded: whether FSDP2 shards the student.
         tokens_per_step: over all processes.
         steps, tokens: budget of the run; None if only time limits it.
         memory: peak bytes of a device by part.

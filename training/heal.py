@@ -76,8 +76,8 @@ from surgery.version import __version__
 register()
 
 REPORT = "heal.json"
-DECIDING = ("length", "train", "train_patterns", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
-DECIDING += ("schedule", "warmup", "final_learning_rate", "weight_decay", "betas", "clip", "dtype", "seed")
+DECIDING = ("length", "train", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
+DECIDING += ("schedule", "warmup", "weight_decay", "betas", "clip", "dtype", "seed")
 DECIDING += ("entry_factors",)
 """Settings that must not change when a run resumes. Logging and saving may, and limits with a note."""
 
@@ -130,7 +130,7 @@ class _Run:
     @property
     def sharded(self) -> bool:
         """Return whether accelerate shards the student."""
-        return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return self.accelerator.distributed_type == DistributedType.FSDP
 
     def train(self, student_reader: CheckpointReader, teacher_reader: CheckpointReader | None) -> dict[str, Any]:
         """Train the student, write it, and return the content of heal.json."""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
 from surgery.common.human import count, decimal, duration, size, with_perplexity
-from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
 from surgery.common.removed import removal
 from surgery.training.checkpoints import BEST, Checkpoints
@@ -102,7 +101,7 @@ class Loop:
     @property
     def takes_best(self) -> bool:
         """Return whether the best state is written instead of the last."""
-        return self._t.keeps_best or self._t.settings.patience is not None
+        return self._t.keeps_best
 
     def resume(self) -> bool:
         """Resume from the newest complete checkpoint; return False if there is none.
@@ -117,7 +116,7 @@ class Loop:
         # Settings that were removed since then are ignored.
         saved_names = {name for name in state["identity"] if removal(name) is None}
         for name in sorted(self._t.identity.keys() | saved_names):
-            value, saved_value = self._t.identity.get(name), state["identity"].get(name)
+            value, saved_value = self._t.identity.get(name), _without_removed(name, state["identity"].get(name))
             if saved_value != value:
                 raise SurgeryError.at(
                     path,
@@ -129,8 +128,6 @@ class Loop:
         self._saved_step = self.at.step
         self._t.accelerator.step = 0  # accelerate's count of accumulated batches; checkpoints lie between steps
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
-        if message := other_threads(state.get("threads"), torch.get_num_threads()):
-            self._t.progress.note(f"{path}: {message}")
         before = Budget(**state.get("budget", asdict(self._budget)))  # earlier versions did not save it
         if before != self._budget:
             self._t.progress.note(f"the budget is {self._budget}, not {before}: the learning rate follows the new one")
@@ -138,7 +135,7 @@ class Loop:
         return True
 
     def run(self) -> None:
-        """Train until the budget is used up or the held-out loss stops falling.
+        """Train until the budget is used up.
 
         Raises:
             Interrupted: SIGTERM or SIGINT arrived; a checkpoint was saved.
@@ -254,7 +251,7 @@ class Loop:
         at, settings = self.at, self._t.settings
         tokens = at.tokens + self._batch * settings.length / 2
         used = self._budget.used(at.step + 0.5, tokens, at.seconds)
-        factor = learning_rate(settings.schedule, used, warmup=settings.warmup, final=settings.final_learning_rate)
+        factor = learning_rate(settings.schedule, used, warmup=settings.warmup)
         rate = settings.learning_rate * factor
         for group in self._t.optimizer.param_groups:
             group["lr"] = rate
@@ -286,7 +283,7 @@ class Loop:
             )
 
     def _measure(self) -> None:
-        """Measure the held-out loss; save the best state, and end the run after `patience` measurements without one."""
+        """Measure the held-out loss; save the best state if it is to be written."""
         t, at = self._t, self.at
         if not t.held_out:
             return
@@ -297,7 +294,6 @@ class Loop:
         if self.judge == "kl":
             judged = values["kl"]
         better = at.best_held_out is None or judged < at.best_held_out
-        at.waited = 0 if better else at.waited + 1
         if better:
             at.best_held_out, at.best_step = judged, at.step
         t.log.write("held_out", step=at.step, tokens=at.tokens, **values)
@@ -309,8 +305,6 @@ class Loop:
         t.progress.note(f"held-out losses after step {at.step}: {parts}")
         if better and self.takes_best:
             self._save(BEST)
-        elif t.settings.patience is not None and at.waited >= t.settings.patience:
-            self.ended = f"held-out loss has not fallen for {at.waited} measurements"
 
     def _held_out_losses(self) -> tuple[dict[str, float], float]:
         """Return held-out losses by name ("cross_entropy_at_0.5" for a share), and the mean cross-entropy of shares."""
@@ -370,7 +364,7 @@ class Loop:
     def _save(self, name: str | None = None) -> None:
         at = self.at
         state = {"step": at.step, "position": asdict(at), "identity": self._t.identity, "budget": asdict(self._budget)}
-        path = self._t.checkpoints.save({**state, "threads": torch.get_num_threads()}, name)
+        path = self._t.checkpoints.save(state, name)
         self._t.log.write("checkpoint", step=at.step, name=path.name)
         if name is None:
             self._saved, self._saved_step = at.seconds, at.step
@@ -397,6 +391,13 @@ class Loop:
             t.progress.note(f"writing the state after step {at.best_step}, which has the lowest held-out {self.judge}")
         t.log.write("end", step=at.step, why=self.ended, seconds=at.seconds)
         t.progress.note(f"{self.ended}: {at.step} steps, {count(at.tokens)} tokens in {duration(at.seconds)}")
+
+
+def _without_removed(name: str, value: Any) -> Any:
+    """Return the value of a setting without entries that were removed since it was saved."""
+    if not isinstance(value, dict):
+        return value
+    return {key: entry for key, entry in value.items() if removal(f"{name} {key}") is None}
 
 
 def _to_floats(values: Sequence[Tensor | float]) -> list[float]:

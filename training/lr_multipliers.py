@@ -126,7 +126,7 @@ class LRMultipliers:
                 continue
             factor = factors.get(name)
             if factor is None:
-                moving += getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty parameter
+                moving += parameter.numel()
                 continue
             if factor.shape != parameter.shape:
                 raise SurgeryError(

@@ -61,7 +61,7 @@ def matching_loss(
     valid: BoolTensor | None = None,
     positions: float | None = None,
 ) -> Tensor:
-    """Compute the mean of `layer_errors` over layers, a scalar: the objective's losses `hidden` and `attention`."""
+    """Compute the mean of `layer_errors` over layers, a scalar: the objective's losses `hidden` and `layerwise`."""
     return layer_errors(student, teacher, valid, positions).mean()
 
 

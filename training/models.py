@@ -53,11 +53,7 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _gathered(parameter: nn.Parameter) -> Tensor:
-    """Gather a parameter that FSDP2 or ZeRO-3 shards."""
-    if hasattr(parameter, "ds_id"):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(parameter)
+    """Gather a parameter that FSDP2 shards."""
     tensor = parameter.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

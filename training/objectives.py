@@ -1,26 +1,18 @@
-"""Objectives of healing: divergences from the teacher's distribution, and cross-entropy, in chunks of positions.
+"""Objectives of healing: divergence from the teacher's distribution, and cross-entropy, in chunks of positions.
 
-With P the teacher's distribution over the next token and Q the student's, both at temperature τ (softmax of logits/τ):
+The divergence is KL = Σ P (log P - log Q), with P the teacher's distribution over the next token and Q the student's.
+Both losses are means over positions, in nats, computed in fp32 (fp64 for fp64 heads) from logits in the head's dtype.
 
-    forward KL    τ² Σ P (log P - log Q)                                     Hinton et al., arXiv:1503.02531
-    reverse KL    τ² Σ Q (log Q - log P)                                     Gu et al., MiniLLM, arXiv:2306.08543
-    JSD(β)        τ² [β KL(P ‖ M) + (1 - β) KL(Q ‖ M)],  M = βP + (1 - β)Q     Agarwal et al., GKD, arXiv:2306.13649
-
-The factor τ² keeps the gradients' magnitude as τ changes. JSD(β)/β tends to the forward KL for β → 0 and
-JSD(β)/(1 - β) to the reverse KL for β → 1, so JSD itself tends to 0 at both ends. At β = 0 and 1 exactly it is defined
-here, as in other implementations, as the forward and the reverse KL. Cross-entropy uses temperature 1. All are means
-over positions, in nats, computed in fp32 (fp64 for fp64 heads) from logits in the head's dtype.
-
-Gradients reach the student's hidden states and its head. Against the top-k tokens of a teacher (`top_k.TopK`), the
-three divergences compare distributions over k + 1 outcomes: the k tokens and "any other". This is a lower bound of the
-divergence over the vocabulary, by the data processing inequality, and equals it for k = V.
+Gradients reach the student's hidden states and its head. Against the top-k tokens of a teacher (`top_k.TopK`), KL
+compares distributions over k + 1 outcomes: the k tokens and "any other". This is a lower bound of the divergence over
+the vocabulary, by the data processing inequality, and equals it for k = V.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, log
+from math import isfinite
 
 import torch
 from torch import BoolTensor, LongTensor, Tensor
@@ -35,9 +27,8 @@ from surgery.training.top_k import TopK, buckets
 Teacher = States | TopK
 """Teacher at the student's positions: hidden states with a head, or cached top-k logits."""
 
-DISTILLED = ("kl", "reverse_kl", "jsd")
-ON_LOGITS = (*DISTILLED, "cross_entropy")
-PARTS = (*ON_LOGITS, "hidden", "attention", "layerwise")
+ON_LOGITS = ("kl", "cross_entropy")
+PARTS = (*ON_LOGITS, "hidden", "layerwise")
 
 
 @dataclass(frozen=True)
@@ -45,10 +36,8 @@ class ObjectiveWeights(FileSettings):
     """Weights of the losses; a loss of weight 0 is not computed.
 
     Attributes:
-        kl, reverse_kl, jsd, cross_entropy: weights of the losses in the module docstring.
-        jsd_beta: β of the JSD, 0 to 1.
-        temperature: τ of the three divergences.
-        hidden, attention: weights of `matching.matching_loss` on the outputs of layers and of attention modules.
+        kl, cross_entropy: weights of the losses in the module docstring.
+        hidden: weight of `matching.matching_loss` on the outputs of layers.
         layerwise: weight of the same loss on attention outputs, with each attention on its teacher's input, so that
             layers train independently (CSKV, arXiv:2409.10593). It excludes all other losses.
 
@@ -57,13 +46,8 @@ class ObjectiveWeights(FileSettings):
     """
 
     kl: float = 1.0
-    reverse_kl: float = 0.0
-    jsd: float = 0.0
-    jsd_beta: float = 0.5
-    temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden: float = 0.0
-    attention: float = 0.0
     layerwise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -75,7 +59,6 @@ class ObjectiveWeights(FileSettings):
             raise SurgeryError(f"all objective weights are 0: set one of {', '.join(PARTS)} above 0")
         if self.layerwise and len(self.parts()) > 1:
             raise SurgeryError("objective layerwise excludes other losses: train them in a second stage")
-        _check(self.temperature, self.jsd_beta)
 
     def parts(self) -> list[str]:
         """Return the names of the losses with nonzero weights."""
@@ -84,7 +67,7 @@ class ObjectiveWeights(FileSettings):
     @property
     def needs_teacher(self) -> bool:
         """Return whether a loss compares with the teacher's distribution."""
-        return any(getattr(self, name) for name in DISTILLED)
+        return bool(self.kl)
 
 
 def predicting(labels: LongTensor) -> BoolTensor:
@@ -104,7 +87,7 @@ def logit_losses(
     """Compute the unweighted losses on logits in one pass over the positions.
 
     Args:
-        weights: select the losses, and give β and τ.
+        weights: select the losses.
         student: states at the N predicting positions.
         teacher: states at the same positions, of any hidden size, or its top-k logits; None if no loss needs it. It
             gets no gradient.
@@ -118,18 +101,17 @@ def logit_losses(
         Scalars by the names of `ObjectiveWeights`, with gradients if they are enabled; 0 if N is 0.
 
     Raises:
-        SurgeryError: vocabulary sizes or numbers of positions differ, an input is missing, or the temperature is not 1
-            with top-k logits.
+        SurgeryError: vocabulary sizes or numbers of positions differ, or an input is missing.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
     if weights.cross_entropy and targets is None:
         raise SurgeryError("cross_entropy needs targets: pass the next tokens")
     if not names:
         return {}
-    vocabulary, count, temperature = student.vocabulary(), len(student.hidden), weights.temperature
+    vocabulary, count = student.vocabulary(), len(student.hidden)
     columns = {"hidden": student.hidden}
     if weights.needs_teacher:
-        columns |= _teacher_columns(teacher, vocabulary, temperature, student.hidden.device)
+        columns |= _teacher_columns(teacher, vocabulary, student.hidden.device)
     if weights.cross_entropy:
         columns["targets"] = targets.to(student.hidden.device)
     if any(len(column) != count for column in columns.values()):
@@ -139,7 +121,7 @@ def logit_losses(
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
         logits = student._replace(hidden=chunk["hidden"]).logits()
-        losses = _divergences(weights, logits, teacher, chunk) if weights.needs_teacher else {}
+        losses = {"kl": _divergence(logits, teacher, chunk)} if weights.needs_teacher else {}
         if weights.cross_entropy:
             losses["cross_entropy"] = token_cross_entropy(logits, chunk["targets"], reduction="sum")
         return torch.stack([losses[name] for name in names])
@@ -170,16 +152,14 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
     return total, {name: part.detach() for name, part in parts.items()}
 
 
-def _teacher_columns(
-    teacher: Teacher | None, vocabulary: int, temperature: float, device: torch.device
-) -> dict[str, Tensor]:
+def _teacher_columns(teacher: Teacher | None, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
     """Return the teacher's per-position tensors by name, to be chunked with the student's.
 
     Raises:
         SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
     """
     if teacher is None:
-        raise SurgeryError("kl, reverse_kl and jsd need a teacher: set teacher or teacher_logits")
+        raise SurgeryError("kl needs a teacher: set teacher or teacher_logits")
     is_kept = isinstance(teacher, TopK)
     size = teacher.vocabulary if is_kept else teacher.vocabulary()
     if size != vocabulary:
@@ -188,46 +168,15 @@ def _teacher_columns(
         )
     if not is_kept:
         return {"teacher": teacher.hidden.detach()}
-    if temperature != 1:
-        raise SurgeryError(
-            f"temperature {temperature} is not supported with cached teacher logits; set temperature to 1"
-        )
     return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
 
 
-def _divergences(
-    weights: ObjectiveWeights, logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Compute the divergences of a chunk, summed over positions, by the names of `ObjectiveWeights`."""
-    temperature = weights.temperature
+def _divergence(logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]) -> Tensor:
+    """Compute the KL divergence of a chunk, summed over positions."""
     if isinstance(teacher, TopK):
         student, target = buckets(logits, teacher.of({name: chunk[name] for name in teacher.tensors()}))
     else:
         with torch.no_grad():
-            target = teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device)
-            target = log_softmax(target / temperature, dim=-1)
-        student = log_softmax(logits / temperature, dim=-1)
-    betas = {"kl": 0.0, "reverse_kl": 1.0, "jsd": weights.jsd_beta}
-    return {
-        name: temperature**2 * _divergence(student, target, beta)
-        for name, beta in betas.items()
-        if getattr(weights, name)
-    }
-
-
-def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Compute JSD(β) of log-probabilities [N, m], summed over rows, without the factor τ²."""
-    if beta == 0:
-        return (teacher.exp() * (teacher - student)).sum()
-    if beta == 1:
-        return (student.exp() * (student - teacher)).sum()
-    mixture = torch.logaddexp(teacher + log(beta), student + log(1 - beta))
-    of_teacher = (teacher.exp() * (teacher - mixture)).sum()
-    return beta * of_teacher + (1 - beta) * (student.exp() * (student - mixture)).sum()
-
-
-def _check(temperature: float, beta: float = 0.5) -> None:
-    if not (isinstance(temperature, int | float) and isfinite(temperature) and temperature > 0):
-        raise SurgeryError(f"temperature must be a positive number, not {temperature!r}")
-    if not (isinstance(beta, int | float) and 0 <= beta <= 1):
-        raise SurgeryError(f"jsd_beta must be a number from 0 to 1, not {beta!r}")
+            target = log_softmax(teacher._replace(hidden=chunk["teacher"]).logits().to(logits.device), dim=-1)
+        student = log_softmax(logits, dim=-1)
+    return (target.exp() * (target - student)).sum()

@@ -6,9 +6,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from transformers import PreTrainedModel
-from transformers.integrations import unset_hf_deepspeed_config
 
 from surgery.common.errors import SurgeryError
+from surgery.common.removed import removal
 from surgery.running.processes import PATIENCE
 from surgery.running.source import checked_device
 from surgery.training.distillation import Distillation, compile_layers, shard_layers
@@ -48,18 +48,7 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
     except (ValueError, ImportError, RuntimeError) as error:
         raise SurgeryError(f"accelerate cannot start: {' '.join(str(error).split())[:300]}") from error
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # DeepSpeed reads these from a data loader, which this loop does not have.
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = settings.batch_size
-        config["gradient_accumulation_steps"] = settings.gradient_accumulation
-        config["gradient_clipping"] = settings.clip or 0.0
-        if settings.entry_factors:
-            raise SurgeryError(
-                "entry_factors is not supported with DeepSpeed, which runs the optimizer itself: use fsdp2.yaml",
-                setting="entry_factors",
-            )
-        # Keeps transformers from loading models sharded: they are tested and changed first, and `prepare` shards them.
-        unset_hf_deepspeed_config()
+        raise SurgeryError(f"DeepSpeed {removal('launcher zero3')}")
     return accelerator
 
 

@@ -18,7 +18,7 @@ from surgery.common.errors import SurgeryError
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the decoder of a causal LM: the module whose `layers` each have a token mixer (`attention_of`).
 
-    Unwraps accelerate, DDP, DeepSpeed, torch.compile and PEFT.
+    Unwraps accelerate, DDP, torch.compile and PEFT.
 
     Raises:
         SurgeryError: the model has no such decoder.

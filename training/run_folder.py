@@ -6,9 +6,9 @@ from surgery.checkpoint.output_path import LOCK
 from surgery.checkpoint.work_folder import MARKER
 
 LOG = "heal.jsonl"
-STATE_FILES = ("*.json", "*.bin", "*.pkl", "*.pt", "*.safetensors", "latest", "zero_to_fp32.py")
+STATE_FILES = ("*.json", "*.bin", "*.pkl", "*.pt", "*.safetensors")
 STATE_FILES += ("pytorch_model*/*", "pytorch_model*/.metadata", "optimizer*/*", "optimizer*/.metadata")
-"""Files of a training checkpoint: the loop's, accelerate's, and the shards of FSDP and DeepSpeed."""
+"""Files of a training checkpoint: the loop's, accelerate's, and the shards of FSDP."""
 
 TOKEN_FILES = ("about.json", "tokens.i4", "labeled.u1", "lengths.i8")
 """Files of a tokenized source."""

@@ -28,19 +28,18 @@ class Budget:
         return max((used / limit for used, limit in limits if limit is not None), default=0.0)
 
 
-def learning_rate(schedule: str, used: float, *, warmup: float = 0.0, final: float = 0.0) -> float:
+def learning_rate(schedule: str, used: float, *, warmup: float = 0.0) -> float:
     """Return the learning rate, relative to its peak, after a share `used` of the budget.
 
     It rises linearly over the first `warmup` of the budget. Then "constant" stays at 1, while "linear" and "cosine"
-    fall to `final` at the end.
+    fall to 0 at the end.
     """
     if used < warmup:
         return used / warmup
     if schedule == "constant":
         return 1.0
     progress = min(1.0, (used - warmup) / (1 - warmup)) if warmup < 1 else 1.0
-    factor = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return final + (1 - final) * factor
+    return 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass
@@ -58,7 +57,6 @@ class Position:
         first_held_out, last_held_out: held-out losses by name.
         best_held_out, best_step: lowest held-out loss and its step. The loss is `Loop.judge`; cross-entropy is the mean
             over all shares with nested ranks.
-        waited: measurements since the best one.
         measured_step: step of the last measurement.
         evaluations: results of evaluations, each with its step and tokens; see `evaluations.headline`.
     """
@@ -77,6 +75,5 @@ class Position:
     last_held_out: dict[str, float] = field(default_factory=dict)
     best_held_out: float | None = None
     best_step: int | None = None
-    waited: int = 0
     measured_step: int | None = None
     evaluations: list[dict[str, Any]] = field(default_factory=list)

@@ -27,9 +27,8 @@ Evaluation = Literal["loss", "recall"]
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")
 """Settings of the teacher signal. If none is set, `surgery heal` distills from the student's recorded source."""
 
-LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy", "hidden", "attention", "layerwise")
-SHAPES = ("jsd_beta", "temperature")
-"""Names in an objective: weights of losses, and parameters of the losses."""
+LOSSES = ("kl", "cross_entropy", "hidden", "layerwise")
+"""Names of the losses in an objective."""
 SHORT_DTYPES = {name: short for short, name in DTYPE_NAMES.items()}
 
 
@@ -87,9 +86,6 @@ class HealSettings(FileSettings):
         "Parameters to train: attention, new (those that the teacher lacks under that name and shape), lora, or all.",
         section="What trains",
     )
-    train_patterns: tuple[str, ...] = setting(
-        (), "Names of additional parameters to train, with * and ?.", advanced=True
-    )
     balanced: bool = setting(
         True,
         "First rescale latents between two trainable weights, so that one learning rate suits both.",
@@ -113,7 +109,7 @@ class HealSettings(FileSettings):
     )
     objective: dict[str, float] = setting(
         factory=dict,
-        help="Weights of kl, reverse_kl, jsd, cross_entropy, hidden and attention, with jsd_beta and temperature.",
+        help="Weights of kl, cross_entropy and hidden.",
         more="Or layerwise alone: each attention module against the teacher's on the same input, as a stage before one "
         "with the others. Empty: kl 1, or cross_entropy 1 without a teacher.",
         section="Objective",
@@ -149,9 +145,6 @@ class HealSettings(FileSettings):
     )
     warmup: float = setting(
         0.05, "Share of the budget over which the learning rate rises from 0.", least=0, most=1, advanced=True
-    )
-    final_learning_rate: float = setting(
-        0.0, "Learning rate at the end, as a share of the peak.", least=0, most=1, advanced=True
     )
     weight_decay: float = setting(
         0.0, "Weight decay of matrices; vectors, norms and biases have none.", least=0, advanced=True
@@ -204,14 +197,6 @@ class HealSettings(FileSettings):
         least=1,
         unset="at the start and the end only",
         section="Evaluation during training",
-        advanced=True,
-    )
-    patience: int | None = setting(
-        None,
-        "Stop after this many held-out losses without improvement.",
-        more="The best state is then written.",
-        least=1,
-        unset="never",
         advanced=True,
     )
     spike: float | None = setting(
@@ -310,7 +295,6 @@ class HealSettings(FileSettings):
     def _check_combinations(self) -> None:
         self._check_removed()
         endless = self.max_tokens is self.max_steps is None
-        measured = self.held_out and self.eval_every is not None
         problems = [
             (endless and self.max_seconds is None, "no limit ends the run: set max_tokens, max_seconds or max_steps"),
             (not self.data, "data is empty: set builtin, a file or a dataset"),
@@ -323,16 +307,8 @@ class HealSettings(FileSettings):
                 'train "new" needs a teacher to compare parameters with: set teacher, or use train "attention"',
             ),
             (
-                self.patience is not None and not measured,
-                "patience needs held-out measurements: set held_out and eval_every too",
-            ),
-            (
                 self.evaluate_every is not None and not self.evaluate_tasks,
                 "evaluate_every is set, but evaluate_tasks is empty: add loss or recall",
-            ),
-            (
-                self.train == "lora" and self.train_patterns,
-                'train_patterns is not supported with train "lora", which trains adapters only: remove it',
             ),
             (
                 self.train != "lora" and self.lora_modules,
@@ -355,13 +331,11 @@ class HealSettings(FileSettings):
         if not isinstance(self.objective, dict):
             raise SurgeryError(f"objective must map losses to weights, not be {self.objective!r}", setting="objective")
         for name in self.objective:
-            if name not in (*LOSSES, *SHAPES):
-                raise SurgeryError(
-                    f"objective: unknown loss {name!r}{did_you_mean(str(name), [*LOSSES, *SHAPES])}",
-                    setting="objective",
-                )
-        matched = [name for name in ("hidden", "attention", "layerwise") if self.objective.get(name)]
-        distilled = matched + [name for name in ("kl", "reverse_kl", "jsd") if self.objective.get(name)]
+            if name not in LOSSES:
+                reason = removal(f"objective {name}") or f"unknown{did_you_mean(str(name), list(LOSSES))}"
+                raise SurgeryError(f"objective: {name} {reason}", setting="objective")
+        matched = [name for name in ("hidden", "layerwise") if self.objective.get(name)]
+        distilled = matched + ["kl"] * bool(self.objective.get("kl"))
         if distilled and not self.has_teacher:
             raise SurgeryError(
                 f"objective {distilled[0]} needs a teacher: set teacher, or use cross_entropy", setting="objective"

@@ -18,51 +18,38 @@ def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Mo
     """Set `requires_grad` of the student's parameters by the settings; `train="lora"` adds adapters.
 
     Raises:
-        SurgeryError: nothing would train, or a pattern matches no parameter or module.
+        SurgeryError: nothing would train, or a pattern matches no module.
     """
     if settings.train == "lora":
         add_adapters(student, settings.lora_rank, settings.lora_alpha, settings.lora_modules)
         return
     shapes = None if teacher is None else {name: tuple(each.shape) for name, each in teacher.named_parameters()}
-    choose(student, settings.train, teacher_shapes=shapes, patterns=settings.train_patterns)
+    choose(student, settings.train, teacher_shapes=shapes)
 
 
-def choose(
-    model: nn.Module,
-    train: str,
-    *,
-    teacher_shapes: Mapping[str, Sequence[int]] | None = None,
-    patterns: Sequence[str] = (),
-) -> list[str]:
+def choose(model: nn.Module, train: str, *, teacher_shapes: Mapping[str, Sequence[int]] | None = None) -> list[str]:
     """Set `requires_grad` for the chosen parameters only; return their names in the model's order.
 
     Args:
         train: "all"; "attention", all parameters of attention modules; or "new", parameters that the teacher does not
             have with the same name and shape.
         teacher_shapes: shapes of the teacher's parameters by name, for "new".
-        patterns: names of additional parameters, with * and ?.
 
     Raises:
-        SurgeryError: nothing would train, or a pattern matches no parameter.
+        SurgeryError: nothing would train.
     """
     parameters = dict(model.named_parameters())
-    for pattern in patterns:
-        if not any(named(pattern, name) for name in parameters):
-            raise SurgeryError(
-                f"train_patterns: no parameter matches {pattern!r}; {examples(parameters)}", setting="train_patterns"
-            )
     names = [
         name
         for name, parameter in parameters.items()
-        if parameter.is_floating_point()
-        and (_chosen(name, parameter, train, teacher_shapes) or any(named(pattern, name) for pattern in patterns))
+        if parameter.is_floating_point() and _chosen(name, parameter, train, teacher_shapes)
     ]
     if not names:
         why = {
             "new": "the teacher has all parameters, with equal names and shapes",
             "attention": "the model has no attention modules",
         }.get(train, "the model has no parameters")
-        raise SurgeryError(f"no parameters to train: {why}; choose another `train`, or add names to train_patterns")
+        raise SurgeryError(f"no parameters to train: {why}; choose another `train`")
     selection = set(names)
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in selection)

@@ -138,7 +138,7 @@ def heal(
         tokenizer: tokenizer of models in memory.
         config: YAML file of settings, or the name of a shipped one; ``settings`` override it.
         processes: number of training processes.
-        launcher: accelerate config: a file, or cpu-2, gpu-1, fsdp2, zero3.
+        launcher: accelerate config: a file, or cpu-2, gpu-1, fsdp2.
         measure: whether to measure loss and recall of source, model and result, or a mapping of evaluation settings.
         overwrite: replace an existing checkpoint in ``out``.
         progress: show progress bars on standard error.

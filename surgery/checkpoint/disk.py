@@ -135,8 +135,6 @@ def sync_tree(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's directory entries to disk, so that new names survive a power loss."""
-    if os.name == "nt":  # Windows cannot open a folder.
-        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -196,7 +194,7 @@ def _new_part(path: Path) -> tuple[Path, IO[bytes]]:
 def _remove_parts(path: Path) -> None:
     """Remove the temporary files that killed processes left next to a path."""
     for part in path.parent.glob(f".{glob.escape(path.name)}{_PART}????????.partial"):
-        with contextlib.suppress(OSError), open(os.open(part, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+b") as file:
+        with contextlib.suppress(OSError), open(os.open(part, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
             if try_lock(file) is Lock.TAKEN:
                 part.unlink()
 
@@ -216,8 +214,7 @@ def tree_bytes(folder: Path) -> int:
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
-            status = os.lstat(os.path.join(root, file))
-            total += getattr(status, "st_blocks", status.st_size // 512) * 512
+            total += os.lstat(os.path.join(root, file)).st_blocks * 512
     return total
 
 

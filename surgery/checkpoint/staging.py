@@ -45,8 +45,6 @@ _FORGOTTEN = ".surgery-forgotten"
 _REPLACED, _REPLACED_MARKER = ".replaced-", ".surgery-replaced"
 # Margin for files of unknown size: tokenizer, report, plots.
 _SPARE_BYTES = 64 * 10**6
-# Windows cannot rename or remove a folder with an open file, and does not support these locks.
-_CLOSED_FIRST = os.name == "nt"
 
 
 def check_output(source: Path, out: Path) -> None:
@@ -155,8 +153,6 @@ class Staging:
             self._check_out()  # again: the conversion may have taken hours
             self._remove_unfinished()
             self.sync()  # again: files may have been added
-            if _CLOSED_FIRST:
-                self._unlock()
             if self.out.exists() and any(self.out.iterdir()):
                 self._replace()
             else:
@@ -172,8 +168,6 @@ class Staging:
 
     def discard(self, *, keep_unfinished: bool = False) -> None:
         """Remove what `create` and later writes made, also after an interruption; does nothing after a commit."""
-        if _CLOSED_FIRST:
-            self._unlock()
         # Suppressed so as not to hide the original error; with the marker, the next run can remove the rest.
         with contextlib.suppress(OSError):
             if self._created and self._clear(keep_unfinished=keep_unfinished):

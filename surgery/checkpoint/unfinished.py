@@ -18,7 +18,6 @@ from surgery.checkpoint.reader import CheckpointReader, Identity
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.staging import UNFINISHED, Staging
 from surgery.common.errors import ProcessLost, SurgeryError
-from surgery.common.other_threads import other_threads
 from surgery.common.progress import Progress
 
 _FACTS = "facts.json"
@@ -64,7 +63,7 @@ class Unfinished:
         # Normalized by JSON for comparison with the stored facts.
         self._facts = json.loads(json.dumps({**facts, "torch": torch.__version__}, default=str))
         self._source, self._progress = source, progress
-        self._threads, self._restart = torch.get_num_threads(), restart
+        self._restart = restart
 
     def __enter__(self) -> Unfinished:
         resumes = self._same_work()
@@ -72,7 +71,7 @@ class Unfinished:
         try:
             with disk_errors(self.folder):
                 self.folder.mkdir(exist_ok=True)
-            record = {"source": self._source.identity(), "facts": self._facts, "threads": self._threads}
+            record = {"source": self._source.identity(), "facts": self._facts}
             write_whole(self.folder / _FACTS, json.dumps(record))
         except BaseException:
             self.staging.discard(keep_unfinished=resumes)
@@ -100,7 +99,7 @@ class Unfinished:
         Raises:
             SurgeryError: it differs and has a state to resume from.
         """
-        record, facts, threads = self._read_record()
+        record, facts = self._read_record()
         if not self._source.recall(record):
             size = sum(self._source.info(name).nbytes for name in self._source.names())
             with self._progress.phase("hash the source", size, "B") as advance:
@@ -112,11 +111,7 @@ class Unfinished:
                 f"contains unfinished work with {', '.join(differences)}; use the same to resume it,"
                 " pass --restart to discard it, or choose another --out",
             )
-        if differences:
-            return False
-        if warning := other_threads(threads, self._threads):
-            self._progress.note(f"{self.staging.partial}: {warning}")
-        return True
+        return not differences
 
     def _differences(self, record: Identity, facts: Any) -> list[str]:
         """Describe the differences between the existing work and this work."""
@@ -128,16 +123,16 @@ class Unfinished:
             for name in names
         ]
 
-    def _read_record(self) -> tuple[Identity | None, Any, Any]:
-        """Read source, facts and threads of the existing work; None if missing, invalid or to be discarded."""
+    def _read_record(self) -> tuple[Identity | None, Any]:
+        """Read source and facts of the existing work; None if missing, invalid or to be discarded."""
         path = self.folder / _FACTS
         if self._restart or not path.is_file():
-            return None, None, None
+            return None, None
         try:
             marker = json.loads(path.read_text())
-            return Identity(*marker["source"]), dict(marker["facts"]), marker["threads"]
+            return Identity(*marker["source"]), dict(marker["facts"])
         except (OSError, ValueError, KeyError, TypeError):
-            return None, None, None
+            return None, None
 
 
 def _shown(value: Any) -> str:

@@ -1,23 +1,20 @@
-"""Options and help that commands share: --quiet, log files, --help and --help-all, removed commands and options."""
+"""Options and help that commands share: --quiet, --verbose, --help and --help-all, removed commands and options."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import wraps
-from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from surgery.cli.options import ADVANCED, command_line, option
+from surgery.cli.options import ADVANCED
 from surgery.common.errors import SurgeryError
 from surgery.common.removed import removal
 from surgery.common.standard_output import printing
-from surgery.version import __version__
 
 HELP_ALL = "help_all"
 
@@ -35,7 +32,7 @@ HelpAllOption = Annotated[
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error; only errors.")]
 
 
-LOGGED: dict[str, Any] = {
+VERBOSE_OPTION: dict[str, Any] = {
     "verbose": (
         False,
         Annotated[
@@ -43,18 +40,8 @@ LOGGED: dict[str, Any] = {
             typer.Option("--verbose", "-v", help="Print lines with times and memory instead of progress bars."),
         ],
     ),
-    "log_file": (
-        None,
-        Annotated[
-            Path | None,
-            option(
-                "--log-file", "FILE", "Append phases, notes and times to a file; as JSON lines if it ends in .jsonl."
-            ),
-            ADVANCED,
-        ],
-    ),
 }
-"""Options of long commands: name, default and annotation."""
+"""Option of long commands: name, default and annotation."""
 
 LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("verify",), ("demo",), ("heads",)}
 """Long-running commands with phases, as tuples of command words."""
@@ -161,14 +148,14 @@ def _refuse_removed_command(ctx: Any, args: list[str]) -> None:
 
 
 def equip(app: typer.Typer, *group: str) -> None:
-    """Add the shared options to every command of an app, and log options to long-running commands."""
+    """Add the shared options to every command of an app, and --verbose to long-running commands."""
     for command in app.registered_commands:
         name = command.name or command.callback.__name__.strip("_")
         command.cls = command.cls if issubclass(command.cls or TyperCommand, SurgeryCommand) else SurgeryCommand
         command.help = _with_example_lines(command.help or inspect.getdoc(command.callback) or "")
         words = (*group, name)
         command.callback = _shared(
-            command.callback, LOGGED if words in LONG else {}, FOLLOWED if words in READING else {}
+            command.callback, VERBOSE_OPTION if words in LONG else {}, FOLLOWED if words in READING else {}
         )
     for each in app.registered_groups:
         equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
@@ -181,9 +168,9 @@ def _with_example_lines(text: str) -> str:
 
 
 def _shared(
-    function: Callable[..., None], log_options: dict[str, Any], link_options: dict[str, Any]
+    function: Callable[..., None], verbose_option: dict[str, Any], link_options: dict[str, Any]
 ) -> Callable[..., None]:
-    """Wrap a command function with --quiet, --help-all and the given log and link options."""
+    """Wrap a command function with --quiet, --help-all, and --verbose and link options if given."""
 
     @wraps(function)
     def called(
@@ -194,19 +181,17 @@ def _shared(
     ) -> None:
         from surgery.checkpoint.layout import FOLLOW_LINKS
         from surgery.common.environment import environment
-        from surgery.common.log import logged
-        from surgery.common.progress import QUIET
+        from surgery.common.progress import QUIET, VERBOSE
 
-        command = command_line()
-        logs = {name: values.pop(name) for name in log_options}  # `surgery inspect` has a --verbose of its own
-        log = logged(command, logs["log_file"], verbose=logs["verbose"], version=__version__) if logs else nullcontext()
+        # `surgery inspect` has a --verbose of its own.
+        verbose = VERBOSE if verbose_option and values.pop("verbose") else {}
         linked = {FOLLOW_LINKS: "1"} if follow_links else {}
-        with environment(**(QUIET if quiet else {}), **linked), log:
+        with environment(**(QUIET if quiet else {}), **verbose, **linked):
             function(**values)
 
     hints = get_type_hints(function, include_extras=True)
     parameters = [each.replace(annotation=hints[each.name]) for each in inspect.signature(function).parameters.values()]
-    shared = {**log_options, **link_options, "quiet": (False, QuietOption), HELP_ALL: (False, HelpAllOption)}
+    shared = {**verbose_option, **link_options, "quiet": (False, QuietOption), HELP_ALL: (False, HelpAllOption)}
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
         for name, (default, option) in shared.items()

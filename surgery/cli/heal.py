@@ -47,7 +47,7 @@ def heal(
     ] = None,
     launcher: Annotated[
         str | None,
-        option("--launcher", "NAME|FILE", "accelerate configuration: cpu-2, gpu-1, fsdp2, zero3 or a file.", MACHINE),
+        option("--launcher", "NAME|FILE", "accelerate configuration: cpu-2, gpu-1, fsdp2 or a file.", MACHINE),
     ] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing checkpoint.", OUTPUT)] = False,
     measure: Annotated[

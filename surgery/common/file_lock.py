@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from enum import Enum
 from pathlib import Path
@@ -9,24 +10,17 @@ from typing import IO
 
 from surgery.common.errors import SurgeryError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 
 class Lock(Enum):
     """Result of trying to lock a file."""
 
     HELD = "held by another process"
     TAKEN = "ours, as long as the file is open"
-    NONE = "not to be had on this system or disk"
+    NONE = "not to be had on this disk"
 
 
 def try_lock(file: IO | int) -> Lock:
     """Try to lock an open file without blocking."""
-    if fcntl is None:
-        return Lock.NONE
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -59,7 +53,7 @@ def hold(path: Path, output: Path, option: str = "--out") -> IO:
 
 
 def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def is_at(file: IO, path: Path) -> bool:

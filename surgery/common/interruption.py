@@ -13,8 +13,8 @@ from types import FrameType
 
 import psutil
 
-ASKED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Termination signals; Windows lacks SIGHUP."""
+ASKED = (signal.SIGTERM, signal.SIGHUP)
+"""Termination signals."""
 
 STARTED_BY = "SURGERY_STARTED_BY"
 """Environment variable with the id of the parent process; this process stops when the parent has ended."""
@@ -85,7 +85,7 @@ def interruptible() -> Iterator[Interruption]:
 
 def stop_with_parent() -> None:
     """Start a thread that sends this process SIGTERM, so that it saves its state, when its `STARTED_BY` parent ends."""
-    if os.name == "posix" and (starter := os.environ.get(STARTED_BY)):
+    if starter := os.environ.get(STARTED_BY):
         threading.Thread(target=_stop_with, args=(int(starter),), daemon=True).start()
 
 

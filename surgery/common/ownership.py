@@ -171,14 +171,14 @@ def is_unchanged(path: Path, digest: str) -> bool:
     return not path.is_symlink() and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
-def owner(**facts: Any) -> dict[str, Any]:
+def owner() -> dict[str, Any]:
     """Build an ownership marker for the running process: program, user, process id and time."""
-    return {"program": PROGRAM, "user": _user(), "process": os.getpid(), "time": time.time(), **facts}
+    return {"program": PROGRAM, "user": os.getuid(), "process": os.getpid(), "time": time.time()}
 
 
 def is_own(marker: Any) -> bool:
     """Return whether a marker read from a file names this program and the current user."""
-    return isinstance(marker, dict) and marker.get("program") == PROGRAM and marker.get("user") == _user()
+    return isinstance(marker, dict) and marker.get("program") == PROGRAM and marker.get("user") == os.getuid()
 
 
 class Ledger:
@@ -292,7 +292,3 @@ def _remove_empty(*folders: Path) -> None:
             folder.rmdir()
         except OSError:  # not empty
             return
-
-
-def _user() -> int | None:
-    return os.getuid() if hasattr(os, "getuid") else None

@@ -71,11 +71,8 @@ class Phase:
             return None
         return self.seconds * (self.total - self.done) / (self.done - already)
 
-    def start_text(self) -> str:
-        """Format the line for the start; the next methods format the lines for progress, end and interruption."""
-        return f"{self.name} …"
-
     def progress_text(self) -> str:
+        """Format the line for progress; the next methods format the lines for the end and an interruption."""
         return f"{self.name}: {self.amount()} after {duration(self.seconds)}"
 
     def end_text(self, *, memory: bool) -> str:
@@ -84,17 +81,6 @@ class Phase:
 
     def stop_text(self) -> str:
         return f"{self.name}: stopped at {self.amount()} after {duration(self.seconds)}"
-
-    def facts(self) -> dict[str, object]:
-        """Return the state as plain values for JSON."""
-        return {
-            "phase": self.name,
-            "done": self.done,
-            "total": self.total,
-            "unit": self.unit,
-            "seconds": round(self.seconds, 2),
-            "peak_bytes": self.peak_bytes,
-        }
 
 
 def _plural(unit: str, count: int | None) -> str:

@@ -1,7 +1,7 @@
-"""Progress of long work on standard error and in the log: one bar per phase, or plain lines, or silence.
+"""Progress of long work on standard error: one bar per phase, or plain lines, or silence.
 
-Bars appear on terminals. Otherwise, and with --verbose (``surgery.common.log``), a phase prints a line at its end and
-one every minute while it lasts.
+Bars appear on terminals. Otherwise, and with --verbose, a phase prints a line at its end and one every minute while it
+lasts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from datetime import datetime
 from tqdm import tqdm
 
 from surgery.common.human import duration
-from surgery.common.log import is_verbose, log
 from surgery.common.phase import Phase
 from surgery.common.visible import visible
 
 QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """Environment variables that silence the bars and notes of this program, other packages and child processes."""
+
+VERBOSE = {"SURGERY_VERBOSE": "1"}
+"""Environment variable for lines with times and memory instead of bars, also from child processes."""
 
 
 class Progress:
@@ -65,20 +67,13 @@ class Progress:
     def phase(self, name: str, total: int | None, unit: str = "layer") -> Iterator[Callable[..., None]]:
         """Yield a function that advances the phase by one unit or by a given count; ``total`` is None if unknown."""
         position, already = ", ".join(self._positions), 0
-        lines, verbose = self._lines, is_verbose()
+        prefix = f"{position}: " if position else ""
+        lines, verbose = self._lines, _is_verbose()
 
-        def tell(event: str, phase: Phase, text: str, progress_text: str | None) -> None:
-            prefix, remaining = f"{position}: " if position else "", self._left(phase, already)
-            rest = (
-                f", {estimate}"
-                if event == "going" and (estimate := self._time_left(remaining, phase.left(already)))
-                else ""
-            )
-            name = "step_seconds_left" if self._is_step else "seconds_left"
-            facts = {} if remaining is None else {name: round(remaining, 1)}
-            self._log(event, prefix + text + rest, at=position or None, **phase.facts(), **facts)
-            if lines and progress_text is not None:
-                self._show(prefix + progress_text + rest)
+        def show_progress(phase: Phase) -> None:
+            if lines:
+                estimate = self._time_left(self._left(phase, already), phase.left(already))
+                self._show(f"{prefix}{phase.progress_text()}{f', {estimate}' if estimate else ''}")
 
         bar = tqdm(
             total=total,
@@ -88,10 +83,9 @@ class Progress:
             file=sys.stderr,
             disable=lines or not self._shown,
         )
-        phase = Phase(
-            name, total, unit, lambda phase: tell("going", phase, phase.progress_text(), phase.progress_text())
-        )
-        tell("begin", phase, phase.start_text(), phase.start_text() if verbose else None)
+        phase = Phase(name, total, unit, show_progress)
+        if lines and verbose:
+            self._show(f"{prefix}{name} …")
 
         def advance(count: int = 1) -> None:
             nonlocal already
@@ -107,18 +101,19 @@ class Progress:
                 yield advance
         except BaseException:
             phase.end()
-            tell("stopped", phase, phase.stop_text(), phase.stop_text() if verbose else None)
+            if lines and verbose:
+                self._show(prefix + phase.stop_text())
             raise
         phase.end()
-        tell("end", phase, phase.end_text(memory=True), phase.end_text(memory=verbose))
+        if lines:
+            self._show(prefix + phase.end_text(memory=verbose))
         self._worked += self._work(phase, phase.done - already)
         self._spent += phase.seconds if name in self.expected else 0.0
         self.seconds[name] = self.seconds.get(name, 0.0) + phase.seconds
         self.peaks[name] = max(self.peaks.get(name, 0), phase.peak_bytes)
 
     def note(self, text: str) -> None:
-        """Show and log a line between phases."""
-        self._log("note", text, at=", ".join(self._positions) or None)
+        """Show a line between phases."""
         if self._shown:
             self._show(text)
 
@@ -151,13 +146,13 @@ class Progress:
 
     @property
     def _lines(self) -> bool:
-        return self._shown and (is_verbose() or not sys.stderr.isatty())
-
-    def _log(self, event: str, text: str, **facts: object) -> None:
-        if not self._silent:
-            log(event, text, **facts)
+        return self._shown and (_is_verbose() or not sys.stderr.isatty())
 
     @staticmethod
     def _show(text: str) -> None:
-        stamp = f"{datetime.now():%H:%M:%S} " if is_verbose() else ""
+        stamp = f"{datetime.now():%H:%M:%S} " if _is_verbose() else ""
         tqdm.write(stamp + visible(text), file=sys.stderr)  # does not break the bars of other libraries
+
+
+def _is_verbose() -> bool:
+    return all(name in os.environ for name in VERBOSE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
+KL = "use kl, the divergence that every report trained with"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
 REMOVED = {
@@ -40,11 +41,21 @@ REMOVED = {
     "quantization_aware": "training always reads the quantized values of packed rows: leave it out",
     "attention surgery": "PyTorch's fused attention was faster on a GPU: leave it out",
     "orthogonal": "nested ranks are trained without it: leave it out",
+    "launcher zero3": "use --launcher fsdp2, which shards the same without a further package",
+    "train_patterns": "use --train all, or --train lora with lora_modules",
+    "objective reverse_kl": KL,
+    "objective jsd": KL,
+    "objective jsd_beta": KL,
+    "objective attention": "use hidden, which matches the layers' outputs, or layerwise alone",
+    "objective temperature": "leave it out: every report trained with temperature 1",
+    "patience": "set max_tokens or max_seconds; heal.jsonl has the held-out losses of a run",
+    "final_learning_rate": "leave it out: cosine and linear schedules end at 0, constant stays at the peak",
     "stream": "datasets are always streamed: set `tokens` to limit them",
     "data teacher": "use builtin or your own text",
     "calibration self": "use --calibration chat, which samples replies of the model to built-in prompts",
     "convert wandb": "use surgery eval --wandb, which logs the result next to its source",
     "convert wandb_mode": "use surgery eval --wandb, which logs the result next to its source",
+    "log_file": "redirect standard error, which has a line per phase: 2>> FILE, with --verbose for times and memory",
     "push_to_hub": "use surgery push CKPT ORG/NAME",
     "run copy": "use surgery config NAME > NAME.yaml and edit the file",
     "config copy": "use surgery config NAME > NAME.yaml and edit the file",

@@ -6,7 +6,7 @@ import datetime
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,7 @@ def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
     device = process_device(request.settings.device, processes)
     prepared = prepare(request, progress, lambda *of: processes.from_main(lambda: _conversations(*of, device)))
     with ExitStack() as stack:
-        store = processes.from_main(lambda: _opened_store(prepared, request, stack, progress.note))
+        store = processes.from_main(lambda: _opened_store(prepared, request, stack))
         report = _run_rows(prepared, request, store, processes, progress, device)
         paths = []
         if request.writes and processes.is_main:
@@ -265,15 +265,13 @@ def _check_finite(row: ModelRow, task: str, result: Any) -> None:
         raise overflow(row.checkpoint.reader, f"results of {row.name}, task {task},") from None
 
 
-def _opened_store(
-    prepared: Prepared, request: EvaluationRequest, stack: ExitStack, note: Callable[[str], None]
-) -> ResultStore:
+def _opened_store(prepared: Prepared, request: EvaluationRequest, stack: ExitStack) -> ResultStore:
     if request.settings.wandb:
         check_wandb(request.settings.wandb_mode, "wandb", connect=True)
     store = ResultStore.open(prepared.out)
     stack.enter_context(output_lock(prepared.out))
-    if warning := store.go_on(torch.get_num_threads(), restart=request.restart):
-        note(f"{prepared.out}: {warning}")
+    if request.restart:
+        store.clear()
     if not request.overwrite:
         prepared.check_report()
     if request.writes:

@@ -15,7 +15,6 @@ from surgery.checkpoint.file_hashes import hash_file
 from surgery.checkpoint.output_path import LOCK
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import resumes_from
-from surgery.common.other_threads import other_threads
 from surgery.common.ownership import first_foreign, is_unchanged, matching, remove_owned
 
 MARKER = "surgery-eval.json"
@@ -63,27 +62,6 @@ class ResultStore:
                 raise SurgeryError.at(folder, "contains files other than an evaluation's; choose another --out")
         except OSError as error:
             raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
-
-    def go_on(self, threads: int, *, restart: bool = False) -> str | None:
-        """Resume the evaluation, and return a warning if it was started with another number of threads.
-
-        The caller must hold the lock of the folder.
-
-        Args:
-            restart: start from scratch instead.
-
-        Raises:
-            SurgeryError: ``restart`` would remove files that no evaluation has written.
-        """
-        if restart:
-            self.clear()
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            marker = json.loads((self.folder / MARKER).read_text(encoding="utf-8"))
-            warning = other_threads(marker.get("threads"), threads)
-            if any(self._results.iterdir()):
-                return warning
-        self._mark(threads=threads)
-        return None
 
     def _mark(self, **facts: Any) -> None:
         content = {"what": "an evaluation by surgery eval", **self._marker(), **facts}
@@ -136,7 +114,7 @@ class ResultStore:
         write_whole(self._results / f"{key}.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
 
     def clear(self) -> None:
-        """Remove all results.
+        """Remove all results. The caller must hold the lock of the folder.
 
         Raises:
             SurgeryError: the results folder has foreign files; nothing is removed.

@@ -34,18 +34,16 @@ def score(session: ScoringSession) -> HeadScores:
     Final gates only tell which heads fit the budget, with ties at 0 and 1. The average over a training with a shrinking
     budget ranks heads inside and outside the budget.
 
-    Parts: ``gates`` [L, G] float32, the final gates; ``slopes`` [L, G] float32, minus the gradient of the relative
-    squared error with respect to the gates, averaged over the training.
+    Parts: ``gates`` [L, G] float32, the final gates.
 
     Raises:
         SurgeryError: the loss is not finite, or the model does not support activation checkpointing.
     """
     objective = DuoObjective(session)
     facts = train_gates(session, objective)
-    steps = session.settings.steps
-    parts = {"gates": objective.gates.detach().cpu(), "slopes": (objective.slope_sum / steps).cpu()}
+    parts = {"gates": objective.gates.detach().cpu()}
     facts = {**facts, "mean_gate": objective.mean_gate(), "penalty": objective.penalty.item()}
-    return HeadScores((objective.gate_sum / steps).cpu(), parts, facts)
+    return HeadScores((objective.gate_sum / session.settings.steps).cpu(), parts, facts)
 
 
 class DuoObjective:
@@ -53,7 +51,7 @@ class DuoObjective:
 
     Attributes:
         gates: [L, G] float32 in [0, 1], initially 1.
-        gate_sum, slope_sum: [L, G] float32, sums of gates and of minus the distillation gradient over all steps.
+        gate_sum: [L, G] float32, sum of the gates over all steps.
         penalty: weight of the mean gate.
     """
 
@@ -67,7 +65,6 @@ class DuoObjective:
         shape = session.layers, session.kv_heads
         self.gates = torch.ones(shape, dtype=torch.float32, device=self._device, requires_grad=True)
         self.gate_sum = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        self.slope_sum = torch.zeros_like(self.gate_sum)
         self.penalty = torch.tensor(session.settings.penalty, dtype=torch.float32, device=self._device)
 
     def groups(self) -> list[dict[str, Any]]:
@@ -75,13 +72,8 @@ class DuoObjective:
         return [{"params": [self.gates], "lr": self._settings.learning_rate or LEARNING_RATE}]
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that change in training."""
-        return {
-            "gates": self.gates,
-            "gate_sum": self.gate_sum,
-            "slope_sum": self.slope_sum,
-            "penalty": self.penalty,
-        }
+        """Return all tensors that change in training, by name; the journal stores them."""
+        return {"gates": self.gates, "gate_sum": self.gate_sum, "penalty": self.penalty}
 
     def backward(self, step: int, sequence: int) -> Tensor:
         """Backpropagate the mean squared error of hidden states, relative to the teacher's mean square."""
@@ -98,8 +90,7 @@ class DuoObjective:
 
     @torch.no_grad()
     def penalize(self, step: int) -> None:
-        """Update the penalty's weight and add its gradient."""
-        self.slope_sum -= self.gates.grad
+        """Update the penalty's weight and add its gradient, after the sequences' were averaged over all processes."""
         descent = min(1.0, (step + 1) / (DESCENT * self._settings.steps))
         excess = self.gates.mean() - (1 - (1 - self._settings.target) * descent)
         # Multiplicative, because losses of models differ by orders of magnitude.

@@ -73,11 +73,10 @@ def train_gates(session: ScoringSession, objective: GateObjective, batch: int | 
     """
     steps, processes = session.settings.steps, session.processes
     batch = batch or processes.count
-    key = f"training {objective.name}, {batch} sequences a step"
     optimizer = torch.optim.AdamW(objective.groups(), weight_decay=0.0)
     peaks = [group["lr"] for group in optimizer.param_groups]
     losses = torch.zeros(steps)
-    first = _restore(session.journal.get(key), objective, optimizer, losses)
+    first = _restore(session.journal.get(), batch, objective, optimizer, losses)
     recomputation = recomputed_layers(session.model) if _activation_bytes(session) > KEPT_BYTES else nullcontext()
     with recomputation, session.progress.phase(objective.name, steps, "step") as advance:
         advance(first)
@@ -94,7 +93,7 @@ def train_gates(session: ScoringSession, objective: GateObjective, batch: int | 
             advance()
             steps_done = step + 1
             if steps_done % KEPT_EVERY == 0 or steps_done == steps:
-                session.journal.put(key, _training_state(objective, optimizer, losses, steps_done))
+                session.journal.put(_training_state(batch, objective, optimizer, losses, steps_done))
             if steps_done % -(-steps // REPORTS) == 0:
                 line = f"{objective.name}: step {steps_done} of {steps}, loss {losses[step]:.4g}"
                 session.progress.note(f"{line}, mean gate {objective.mean_gate():.3f}")
@@ -145,21 +144,26 @@ def _average(
 
 
 def _training_state(
-    objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor, steps_done: int
+    batch: int, objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor, steps_done: int
 ) -> dict[str, Tensor]:
     moments = {
         f"adam.{index}.{name}": torch.as_tensor(value)
         for index, entry in optimizer.state_dict()["state"].items()
         for name, value in entry.items()
     }
-    return {**objective.state(), **moments, "losses": losses, "done": torch.tensor(steps_done)}
+    counts = {"batch": torch.tensor(batch), "done": torch.tensor(steps_done)}
+    return {**objective.state(), **moments, "losses": losses, **counts}
 
 
 def _restore(
-    state: dict[str, Tensor] | None, objective: GateObjective, optimizer: torch.optim.Optimizer, losses: Tensor
+    state: dict[str, Tensor] | None,
+    batch: int,
+    objective: GateObjective,
+    optimizer: torch.optim.Optimizer,
+    losses: Tensor,
 ) -> int:
-    """Restore a state from the journal and return the number of finished steps."""
-    if state is None:
+    """Restore a state from the journal, if its steps were as large, and return the number of finished steps."""
+    if state is None or state["batch"] != batch:
         return 0
     with torch.no_grad():
         for name, tensor in objective.state().items():

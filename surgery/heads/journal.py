@@ -1,35 +1,28 @@
-"""Journal from which an interrupted scoring resumes: named tensors in one file, written atomically."""
+"""Journal from which an interrupted training of gates resumes: its state in one file, written atomically."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from surgery.checkpoint.disk import as_json, disk_errors, written_whole
-from surgery.checkpoint.tensors import as_bytes, describe
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import resumes_from
-from surgery.common.other_threads import other_threads
 from surgery.running.processes import ALONE, Processes
 
 HEADER = "surgery-heads-journal"
 """Key of the JSON header in the metadata of the safetensors file."""
 
-SECONDS = "seconds_so_far"
-"""Key in the facts of each entry: seconds of the scoring so far."""
-
 
 class Journal:
-    """Key-value store of tensors in a safetensors file while a scoring runs.
+    """State of a training in a safetensors file while it runs.
 
     The main process reads and writes the file, and all processes receive its content. All processes must make every
     call but `get`.
@@ -40,7 +33,6 @@ class Journal:
         path: Path | None,
         identity: Mapping[str, Any],
         processes: Processes = ALONE,
-        note: Callable[[str], None] = lambda text: None,
         *,
         restart: bool = False,
     ) -> None:
@@ -50,7 +42,6 @@ class Journal:
             path: file; None to store nothing.
             identity: everything that determines the scores, as plain values: model, data, settings, seed.
             processes: processes that share the scoring.
-            note: receives warnings: a damaged file, another number of threads.
             restart: delete an existing journal.
 
         Raises:
@@ -61,8 +52,7 @@ class Journal:
             resumes_from(path)
         self._identity = as_json(identity)
         self._processes = processes
-        self._entries: dict[str, dict[str, Tensor]] = {}
-        self._facts: dict[str, dict[str, Any]] = {}
+        self._state: dict[str, Tensor] | None = None
         self._before, self._start = 0.0, time.perf_counter()
         stored = self._on_main(self._read)
         if stored is None:
@@ -76,36 +66,29 @@ class Journal:
                 "contains unfinished work with another model, data or settings; use the same to resume it, pass"
                 " --restart to discard it, or choose another --out",
             )
-        if not stored["whole"]:
-            note(f"{path}: damaged; starting from scratch")
-            return
-        if warning := other_threads(stored.get("threads"), torch.get_num_threads()):
-            note(f"{path}: {warning}")
-        self._entries, self._facts = stored["entries"], stored["facts"]
-        self._before = max((facts.get(SECONDS, 0.0) for facts in self._facts.values()), default=0.0)
+        self._state, self._before = stored["state"], stored["seconds"]
 
-    def get(self, key: str) -> dict[str, Tensor] | None:
-        """Return the tensors under a key, on the CPU; None if there are none."""
-        return self._entries.get(key)
+    def get(self) -> dict[str, Tensor] | None:
+        """Return the tensors of the state, on the CPU; None if there is none."""
+        return self._state
 
     @property
     def seconds(self) -> float:
         """Seconds of the scoring until now, including those before an interruption up to the last `put`."""
         return self._before + time.perf_counter() - self._start
 
-    def put(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Store copies of tensors under a key, replacing its previous entry.
+    def put(self, state: Mapping[str, Tensor]) -> None:
+        """Store copies of the tensors of a state, in place of the previous one.
 
         Raises:
             SurgeryError: the file cannot be written; its previous content stays.
         """
-        self._entries[key] = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        self._facts[key] = {SECONDS: self.seconds}
+        self._state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
         self._on_main(self._write)
 
     def remove(self) -> None:
-        """Delete all entries and the file."""
-        self._entries, self._facts = {}, {}
+        """Delete the state and the file."""
+        self._state = None
         self._on_main(self._delete)
 
     def _on_main(self, function: Callable[[], Any]) -> Any:
@@ -118,13 +101,8 @@ class Journal:
             try:
                 with safe_open(self._path, framework="pt") as file:
                     header = json.loads(file.metadata()[HEADER])
-                    entries = {
-                        key: {name: file.get_tensor(f"{key}/{name}") for name in names}
-                        for key, names in header["tensors"].items()
-                    }
-                content = {"identity": header["identity"], "facts": header["facts"], "entries": entries}
-                whole = header.get("sha256") == _digest(entries, header["facts"])
-                return {**content, "threads": header.get("threads"), "whole": whole}
+                    state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+                return {"identity": header["identity"], "seconds": header["seconds"], "state": state}
             except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
                 # Writes are atomic, so an interrupted run does not leave this: it may be a user's file.
                 raise SurgeryError.at(
@@ -132,29 +110,10 @@ class Journal:
                 ) from None
 
     def _write(self) -> None:
-        header = {
-            "identity": self._identity,
-            "facts": self._facts,
-            "threads": torch.get_num_threads(),
-            "sha256": _digest(self._entries, self._facts),
-            "tensors": {key: list(tensors) for key, tensors in self._entries.items()},
-        }
-        tensors = {
-            f"{key}/{name}": tensor for key, entries in self._entries.items() for name, tensor in entries.items()
-        }
+        header = {"identity": self._identity, "seconds": self.seconds}
         with written_whole(self._path) as part:
-            part.write_bytes(save(tensors, {HEADER: json.dumps(header)}))
+            part.write_bytes(save(self._state, {HEADER: json.dumps(header)}))
 
     def _delete(self) -> None:
         with disk_errors(self._path):
             self._path.unlink(missing_ok=True)
-
-
-def _digest(entries: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> str:
-    """Compute the SHA-256 of entries and facts."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for key, tensors in sorted(entries.items()):
-        for name, tensor in sorted(tensors.items()):
-            digest.update(f"\n{json.dumps([key, name])} {describe(tensor)} ".encode())
-            digest.update(as_bytes(tensor).numpy())
-    return digest.hexdigest()

@@ -106,7 +106,7 @@ def score_heads(
 
         def journal(seed: int, identity: Mapping[str, Any]) -> Journal:
             path = out.with_name(f".{out.name}.seed{seed}.journal")
-            return Journal(path, identity, processes, progress.note, restart=restart)
+            return Journal(path, identity, processes, restart=restart)
 
         pattern, journals = _score_seeds(checkpoint, settings, processes, progress, device, journal)
 

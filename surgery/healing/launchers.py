@@ -14,9 +14,9 @@ from pathlib import Path
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
 from surgery.common.interruption import STARTED_BY
+from surgery.common.removed import removal
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "accelerate"
-SHARDED = ("FSDP", "DEEPSPEED")
 
 
 def find_launcher(name: str | Path) -> Path:
@@ -28,11 +28,14 @@ def find_launcher(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if not path.is_file():
         names = sorted(each.stem for each in SHIPPED.glob("*.yaml"))
+        if notice := removal(f"launcher {name}"):
+            raise SurgeryError(f"launcher {name} {notice}")
         if str(name) not in names:
             hint = did_you_mean(str(name), names)
             raise SurgeryError(f"unknown launcher {name}: use a file or one of {', '.join(names)}{hint}")
         path = SHIPPED / f"{name}.yaml"
-    read_mapping(path)
+    if read_mapping(path).get("distributed_type") == "DEEPSPEED":
+        raise SurgeryError(f"{path}: DeepSpeed {removal('launcher zero3')}")
     return path
 
 
@@ -52,7 +55,7 @@ def count_processes(processes: int | None, launcher: Path | None) -> int:
 
 def is_sharded(launcher: Path | None) -> bool:
     """Return whether an accelerate config shards the trainable weights over processes."""
-    return launcher is not None and read_mapping(launcher).get("distributed_type") in SHARDED
+    return launcher is not None and read_mapping(launcher).get("distributed_type") == "FSDP"
 
 
 def launch_command(config: Path, processes: int | None, launcher: Path | None) -> list[str]:

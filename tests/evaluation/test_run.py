@@ -204,16 +204,6 @@ def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["a.json"]
 
 
-def test_another_number_of_threads_is_said(tmp_path):
-    store = ResultStore.open(tmp_path)
-    assert store.go_on(2) is None
-    store.put("a" * 32, {})
-    assert ResultStore.open(tmp_path).go_on(2) is None
-    assert "started with 2 threads, resuming with 3" in ResultStore.open(tmp_path).go_on(3)
-    store.clear()
-    assert store.go_on(3) is None
-
-
 def test_losses_of_mla_are_those_of_its_own_attention(models, tmp_path, monkeypatch):
     """The quality tasks run it by a fused kernel on CPUs, which its own attention is not."""
     out = tmp_path / "mla"

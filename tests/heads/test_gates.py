@@ -228,9 +228,9 @@ def test_resumed_is_uninterrupted(checkpoints, tmp_path, method):
     uninterrupted = scorer.score(scoring_session(source, steps=STEPS))
 
     class Stopped(Journal):
-        def put(self, key, tensors):
-            super().put(key, tensors)
-            if int(tensors["done"]) == 10:
+        def put(self, state):
+            super().put(state)
+            if int(state["done"]) == 10:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

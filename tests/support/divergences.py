@@ -6,19 +6,8 @@ from surgery.training.chunks import States
 from surgery.training.objectives import ObjectiveWeights, Teacher, logit_losses
 
 
-def forward_kl(student: States, teacher: Teacher, temperature: float = 1.0, **how) -> Tensor:
-    weights = ObjectiveWeights(kl=1.0, temperature=temperature)
-    return logit_losses(weights, student, teacher, **how)["kl"]
-
-
-def reverse_kl(student: States, teacher: Teacher, temperature: float = 1.0, **how) -> Tensor:
-    weights = ObjectiveWeights(kl=0.0, reverse_kl=1.0, temperature=temperature)
-    return logit_losses(weights, student, teacher, **how)["reverse_kl"]
-
-
-def jsd(student: States, teacher: Teacher, beta: float = 0.5, temperature: float = 1.0, **how) -> Tensor:
-    weights = ObjectiveWeights(kl=0.0, jsd=1.0, jsd_beta=beta, temperature=temperature)
-    return logit_losses(weights, student, teacher, **how)["jsd"]
+def forward_kl(student: States, teacher: Teacher, **how) -> Tensor:
+    return logit_losses(ObjectiveWeights(kl=1.0), student, teacher, **how)["kl"]
 
 
 def cross_entropy(student: States, targets: LongTensor, **how) -> Tensor:

@@ -104,7 +104,7 @@ def losses_of(values: dict) -> list[float]:
 def same_results(one: dict, two: dict) -> None:
     """Assert that two runs are one but for the rounding of sums in another order."""
     torch.testing.assert_close(losses_of(two), losses_of(one), rtol=1e-5, atol=0)
-    for kind in ("gradient_norm", "kl", "cross_entropy", "hidden", "attention"):
+    for kind in ("gradient_norm", "kl", "cross_entropy", "hidden"):
         values = [[line[kind] for line in log_of(run)] for run in (one, two)]
         torch.testing.assert_close(values[1], values[0], rtol=1e-4, atol=1e-7)
     held_out = [{line["step"]: line["cross_entropy"] for line in log_of(run, "held_out")} for run in (one, two)]
@@ -126,7 +126,7 @@ def sharded_as_one(
     """
     # A budget that grows would bend a schedule that ends with it.
     others |= {"schedule": "constant", "warmup": 0}
-    others |= {"objective": {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1, "attention": 0.1}}
+    others |= {"objective": {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1}}
     one = heal_settings(folder, student, teacher, name="one", **others)
     two = heal_settings(folder, student, teacher, name="two", **others, **alone, gradient_accumulation=1)
     for steps in (4, 6):

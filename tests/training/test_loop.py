@@ -119,23 +119,17 @@ def test_a_resumed_run_goes_on_exactly(settings, whole, capsys):
     assert log_of(parts, "stop", finished=False)[0]["step"] == 3
     assert not Path(parts["out"]).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    path = Path(f"{parts['out']}.run/checkpoints/step-00000003/state.json")
+    state = json.loads(path.read_text())
+    state["position"]["evaluations"] = []  # entries of earlier versions
+    state["identity"] |= {"train_patterns": [], "objective": {**state["identity"]["objective"], "jsd": 0.0}}
+    path.write_text(json.dumps(state))
     facts = heal_here(parts)
     err = capsys.readouterr().err
-    assert facts["steps"] == 4 and "differ in the last digits" not in err
+    assert facts["steps"] == 4
     assert "step 1 (25%, about " in err
     assert losses_of(parts) == losses_of(whole)
     assert all(torch.equal(each, tensors(whole["out"])[name]) for name, each in tensors(parts["out"]).items())
-
-
-def test_another_number_of_threads_is_said(settings, capsys, monkeypatch):
-    values, threads = settings(), torch.get_num_threads()
-    with stopped_after(3), pytest.raises(Interrupted):
-        heal_here(values)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    capsys.readouterr()
-    heal_here(values)
-    message = f"started with {threads} threads, resuming with {threads + 1}: results may differ in the last digits"
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_ends_with_one_line_and_a_code(settings, tmp_path, monkeypatch, capsys):
@@ -210,19 +204,6 @@ def test_a_spike_is_measured_against_what_is_usual():
     SpikeGuard(None, [1.0] * 50).check(1e9, 1.0, 1, None)
 
 
-def test_no_better_held_out_loss_ends_it_and_the_best_is_written(settings):
-    values = settings(
-        learning_rate=0.3, schedule="constant", warmup=0, max_steps=40, eval_every=1, patience=2, spike=None
-    )
-    facts = heal_here({**values, "clip": None})
-    assert facts["ended"] == "held-out loss has not fallen for 2 measurements"
-    held_out = {line["step"]: line["cross_entropy"] for line in log_of(values, "held_out")}
-    best = min(held_out, key=held_out.get)
-    assert (facts["held_out"]["best_step"], facts["steps"]) == (best, best + 2)
-    again = heal_here({**settings(name="again", max_steps=1), "student": values["out"]})
-    assert again["held_out"]["first"]["cross_entropy"] == pytest.approx(held_out[best], rel=1e-5)
-
-
 def test_the_first_limit_ends_it(settings):
     assert heal_here(settings(max_tokens=300))["steps"] == 3  # 128 tokens per step
     facts = heal_here(settings(name="time", max_steps=None, max_seconds=0.3, eval_every=None, held_out=0))
@@ -272,7 +253,7 @@ def test_students_of_the_custom_class(tmp_path, make, masked):
         each.save_pretrained(tmp_path / name)
         add_tokenizer(tmp_path / name)
     values = heal_settings(tmp_path, tmp_path / "student", tmp_path / "source", train="new", max_steps=8)
-    facts = heal_here({**values, "objective": {"kl": 1.0, "attention": 0.1}, "gradient_checkpointing": True})
+    facts = heal_here({**values, "objective": {"kl": 1.0, "hidden": 0.1}, "gradient_checkpointing": True})
     assert facts["held_out"]["last"]["kl"] < facts["held_out"]["first"]["kl"]
     if masked is not None:
         assert facts["document_masks"] is masked

@@ -27,7 +27,7 @@ runpy.run_module("surgery.training.heal", run_name="__main__", alter_sys=True)
 
 @pytest.fixture
 def settings(tmp_path, student, teacher):
-    objective = {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1, "attention": 0.1}
+    objective = {"kl": 1.0, "cross_entropy": 0.5, "hidden": 0.1}
     return lambda **others: heal_settings(tmp_path, student, teacher, **{"objective": objective, **others})
 
 

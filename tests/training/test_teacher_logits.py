@@ -29,18 +29,10 @@ def states(seed: int, *shape: int, dtype=torch.float64) -> States:
     return States(torch.randn(*shape, WIDTH, generator=generator).to(dtype).requires_grad_(), head)
 
 
-LOSSES = {
-    "kl": divergences.forward_kl,
-    "reverse_kl": divergences.reverse_kl,
-    "jsd": lambda *args, **how: divergences.jsd(*args, 0.3, **how),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_all_tokens_give_the_full_divergence(loss):
+def test_all_tokens_give_the_full_divergence():
     student, teacher = states(0, N), states(1, N)
-    expected = loss(student, teacher)
-    actual = loss(student, top_k(teacher, VOCAB, torch.float64), chunks=3)
+    expected = divergences.forward_kl(student, teacher)
+    actual = divergences.forward_kl(student, top_k(teacher, VOCAB, torch.float64), chunks=3)
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
     for weight in (student.hidden, student.head.weight):
         pair = [torch.autograd.grad(value, weight, retain_graph=True)[0] for value in (actual, expected)]
@@ -65,10 +57,9 @@ def test_fewer_tokens_and_one_for_the_rest(chunks):
     torch.testing.assert_close(*pair, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_more_tokens_see_more(loss):
+def test_more_tokens_see_more():
     student, teacher = states(0, N), states(1, N)
-    values = [loss(student, top_k(teacher, k, torch.float64)).item() for k in (1, 4, 12, 30, VOCAB)]
+    values = [divergences.forward_kl(student, top_k(teacher, k, torch.float64)).item() for k in (1, 4, 12, 30, VOCAB)]
     assert values == sorted(values) and values[0] < 0.9 * values[-1]
 
 
@@ -94,15 +85,12 @@ def test_certain_teachers_leave_finite_gradients():
         teacher.head.bias[3] = 1e4
     top = top_k(teacher, 2)
     assert top.rest.min() >= LEAST and top.values.isfinite().all()
-    for loss in LOSSES.values():
-        value = loss(student, top)
-        assert value.isfinite() and torch.autograd.grad(value, student.hidden)[0].isfinite().all()
+    value = divergences.forward_kl(student, top)
+    assert value.isfinite() and torch.autograd.grad(value, student.hidden)[0].isfinite().all()
 
 
 def test_what_top_tokens_cannot_do():
     student, teacher = states(0, N), states(1, N)
-    with pytest.raises(SurgeryError, match="set temperature to 1"):
-        divergences.forward_kl(student, top_k(teacher, 3), 2.0)
     with pytest.raises(SurgeryError, match="vocabulary size 31, not 32"):
         top_k(teacher, 32)
     with pytest.raises(SurgeryError, match="student 31, teacher 32"):
