@@ -72,6 +72,7 @@ LINES = {
         ]
         for bits in (8, 4, 3, 2, "fp8")
     },
+    "granularity": ["convert", "builtin", "--to", "hybrid", "--granularity", "layer"],
     "gqa bits": ["convert", "builtin", "--to", "gqa", "--bits", "8"],
     "mqa bits": ["convert", "builtin", "--to", "mqa", "--bits", "8"],
     "hybrid bits": ["convert", "builtin", "--to", "hybrid", "--bits", "8"],

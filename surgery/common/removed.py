@@ -67,6 +67,7 @@ REMOVED = {
     "bits 3": WIDTHS.format(0.1875, 3),
     "bits 2": WIDTHS.format(0.125, 2),
     "bits fp8": WIDTHS.format(0.5, 8),
+    "granularity": "layers with a window and no sinks recalled nothing: leave it out, and single heads stream",
     "gqa bits": "quantize the result: surgery convert CKPT-gqa --to quantized",
     "mqa bits": "quantize the result: surgery convert CKPT-mqa --to quantized",
     "hybrid bits": "streaming heads keep full-precision tokens; --to quantized quantizes all tokens",
