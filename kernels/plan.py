@@ -48,7 +48,7 @@ _caches: list[Cache] = []
 
 
 def forget_plans() -> None:
-    """Clear all plans, after a change of tuned configurations."""
+    """Clear all plans, so that the next call of each operation is planned again."""
     for cache in _caches:
         cache.clear()
 
