@@ -124,8 +124,8 @@ def test_losses_and_bytes_are_reported_as_measured(checkpoints, pattern, tmp_pat
     assert report.kv["footprint"] == pytest.approx(measure_footprint(model, at - 8, 8), rel=1e-9)
 
 
-def test_compensated_heads_and_quotas(checkpoints, pattern, tmp_path):
-    settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5, compensated=0.5, heads_multiple=2)
+def test_compensated_heads(checkpoints, pattern, tmp_path):
+    settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5, compensated=0.5)
     result = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings)
     (first, second) = result.report.layers
     assert second.full_heads == (0, 1) and first.compensated_heads == (1,) and first.streaming_heads == (0,)

@@ -96,15 +96,7 @@ def plan_heads(
         return model.bytes_at(full, context, window, itemsize, extra) <= budget
 
     units = [[unit.heads for unit in layer] for layer in model.units]
-    plan = compile_plan(
-        scores,
-        units,
-        affordable,
-        sinks,
-        recent,
-        multiple=settings.heads_multiple,
-        compensated=settings.compensated,
-    )
+    plan = compile_plan(scores, units, affordable, sinks, recent, settings.compensated)
     if plan.full.all():
         raise SurgeryError("no head streams with this budget: lower --kv-ratio, or use the source unchanged")
     return plan

@@ -49,9 +49,6 @@ class HybridSettings(StructureSettings):
         section="Heads",
         advanced=True,
     )
-    heads_multiple: int = setting(
-        1, "Number that divides the full heads of every layer, for tensor parallelism.", least=1, advanced=True
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -116,7 +116,6 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
                 "heads": plan.full.numel(),
                 "full_heads": int(plan.full.sum()),
                 "compensated_heads": int(plan.compensated.sum()),
-                "heads_multiple": self.settings.heads_multiple,
                 "context": self._context,
                 "kv_ratio_at_context": kv_bytes / whole,
                 "pattern": None if pattern is None else pattern.identity(),
