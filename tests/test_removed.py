@@ -13,7 +13,10 @@ LINES = {
     "fit_iterations": ["convert", "builtin", "--fit-iterations", "8"],
     "fit_queries": ["convert", "builtin", "--to", "gqa", "--fit-queries", "64"],
     "fit_worth": ["convert", "builtin", "--fit-worth=0.5"],
+    "tune": ["bench", "kernels", "--tune"],
+    "tuned": ["bench", "kernels", "--tuned", "folder"],
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
+    "method procrustes": ["convert", "builtin", "--to", "gqa", "--method", "procrustes"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
     "ruler_floor": ["eval", "builtin", "--ruler-floor", "0.3"],
@@ -73,6 +76,7 @@ LINES = {
         for bits in (8, 4, 3, 2, "fp8")
     },
     "granularity": ["convert", "builtin", "--to", "hybrid", "--granularity", "layer"],
+    "heads_multiple": ["convert", "builtin", "--to", "hybrid", "--heads-multiple", "2"],
     "gqa bits": ["convert", "builtin", "--to", "gqa", "--bits", "8"],
     "mqa bits": ["convert", "builtin", "--to", "mqa", "--bits", "8"],
     "hybrid bits": ["convert", "builtin", "--to", "hybrid", "--bits", "8"],

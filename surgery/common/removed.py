@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
 STORAGE = "KVTC shrinks a cache in storage, not in memory (docs/research/kvtc.md): use oscar_int2"
+TUNED = "the best configuration was as fast as the default on an H100: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 
@@ -17,6 +18,7 @@ REMOVED = {
     "refine": "use --to lowrank --bits auto, which allocates the budget by layer",
     "method attention-area": "use --method kvzip, which is as fast and finds retrieval heads",
     "method ablation": "use --method duo, which finds the same heads, and surgery eval of the hybrids",
+    "method procrustes": "use --method fisher, which aligns heads in the metric of the loss",
     "method xkv-prompt": "use --method xkv, whose basis is computed once from text; existing checkpoints still load",
     "heads compare": "convert by each pattern with --to hybrid, then surgery eval of the results",
     "heads score": "use surgery heads CKPT",
@@ -39,6 +41,8 @@ REMOVED = {
     "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
     "ruler_tasks qa_2": "use vt for multi-hop facts",
     "quick": "choose what to measure: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
+    "tune": TUNED,
+    "tuned": TUNED,
     "bench convert": "surgery convert prints its time and peak memory; tools/scale.py creates random weights",
     "peak_tflops": "a dry run measures the speed of this machine; run it on the machine of the training",
     "utilization": "a dry run measures the speed of this machine; run it on the machine of the training",
@@ -68,6 +72,7 @@ REMOVED = {
     "bits 2": WIDTHS.format(0.125, 2),
     "bits fp8": WIDTHS.format(0.5, 8),
     "granularity": "layers with a window and no sinks recalled nothing: leave it out, and single heads stream",
+    "heads_multiple": "streaming heads run in one process of every engine: leave it out",
     "gqa bits": "quantize the result: surgery convert CKPT-gqa --to quantized",
     "mqa bits": "quantize the result: surgery convert CKPT-mqa --to quantized",
     "hybrid bits": "streaming heads keep full-precision tokens; --to quantized quantizes all tokens",
