@@ -44,6 +44,7 @@ LINES = {
     "stream": ["heal", "builtin", "--config", "{file}"],
     "teacher_logits": ["heal", "builtin", "--teacher-logits", "cache"],
     "teacher_top_k": ["heal", "builtin", "--teacher-top-k", "8"],
+    "data chat": ["eval", "builtin", "--data", "chat"],
     "data teacher": ["heal", "builtin", "--data", "teacher"],
     "refine": ["plan", "builtin", "--refine=200k"],
     "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],

@@ -50,6 +50,7 @@ REMOVED = {
     "attention surgery": "PyTorch's fused attention was faster on a GPU: leave it out",
     "orthogonal": "nested ranks are trained without it: leave it out",
     "stream": "datasets are always streamed: set `tokens` to limit them",
+    "data chat": "use prose and code, or a file of conversations of your own",
     "data teacher": "use builtin or your own text",
     "calibration self": "use --calibration chat, which samples replies of the model to built-in prompts",
     "convert wandb": "use surgery eval --wandb, which logs the result next to its source",
