@@ -31,7 +31,6 @@ LINES = {
     "repeat_rows": ["eval", "builtin", "--repeat-rows", "2"],
     "match_prompts": ["eval", "builtin", "--match-prompts", "2"],
     "match_tokens": ["eval", "builtin", "--match-tokens", "2"],
-    **{f"variants kvtc_{n}x": ["eval", "builtin", "--variants", f"kvtc_{n}x"] for n in (8, 16, 32, 64)},
     "method ablation": ["heads", "builtin", "--method", "ablation"],
     "method attention-area": ["heads", "builtin", "--method", "attention-area"],
     "gpu": ["inspect", "builtin", "--gpu", "h100"],

@@ -12,6 +12,7 @@ from surgery.eval.report.document import (
     compared_context,
     compared_share,
     dig,
+    is_storage,
 )
 
 
@@ -46,6 +47,7 @@ def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
         row
         for row in report["rows"]
         if row.get("role") == role
+        and not is_storage(row)
         and dig(row, "comparison", "loss", "difference") is not None
         and dig(row, "kv", "ratio") is not None
     ]

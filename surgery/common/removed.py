@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
-STORAGE = "KVTC shrinks a cache in storage, not in memory (docs/research/kvtc.md): use oscar_int2"
 TUNED = "the best configuration was as fast as the default on an H100: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
@@ -28,10 +27,6 @@ REMOVED = {
     "tasks match": "use --tasks loss, which reports top-1 agreement and KL with the source per token",
     "tasks kernels": "use surgery.accelerate, which reports the difference of logits with and without kernels",
     "tasks memory": "use surgery bench decode for peak memory on a GPU; KV bytes are always measured",
-    "variants kvtc_8x": STORAGE,
-    "variants kvtc_16x": STORAGE,
-    "variants kvtc_32x": STORAGE,
-    "variants kvtc_64x": STORAGE,
     "variants mean-pool": "use surgery convert --to gqa --method mean-pool, then surgery eval",
     "repeat_lags": "its task was removed: use --tasks loss,needle",
     "repeat_rows": "its task was removed: use --tasks loss,needle",
