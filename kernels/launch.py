@@ -92,13 +92,6 @@ class Launch:
             self.kernel[self.grid](**arguments, num_warps=self.warps, num_stages=self.stages)
 
 
-def signature_of(reference: Callable, *settings: str) -> inspect.Signature:
-    """Return an operation's signature: that of the annotated reference, then kernel-only settings as `int | None`."""
-    optional = inspect.Parameter("_", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=int | None)
-    own = inspect.signature(reference, eval_str=True)
-    return own.replace(parameters=[*own.parameters.values(), *(optional.replace(name=name) for name in settings)])
-
-
 def naming(signature: inspect.Signature) -> Callable[[tuple, Mapping[str, Any]], dict[str, Any]]:
     """Return a function that maps the arguments of a call to their names, defaults included."""
     names = tuple(signature.parameters)
@@ -106,12 +99,12 @@ def naming(signature: inspect.Signature) -> Callable[[tuple, Mapping[str, Any]],
     return lambda args, kwargs: {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
-def launches_of(reference: Callable, *settings: str) -> Callable:
+def launches_of(reference: Callable) -> Callable:
     """Decorate `launches(args, *, out, lse, …)` so that it takes the operation's arguments and gets them as `args`.
 
-    The arguments are those of the PyTorch reference, then `settings`, so that no kernel repeats the signature.
+    The arguments are those of the PyTorch reference, so that no kernel repeats the signature.
     """
-    signature = signature_of(reference, *settings)
+    signature = inspect.signature(reference, eval_str=True)
     bind, names = naming(signature), frozenset(signature.parameters)
 
     def decorate(function: Callable[..., list[Launch]]) -> Callable[..., list[Launch]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 
 from surgery.kernels.backend import refusal, tell_once
-from surgery.kernels.launch import naming, signature_of
+from surgery.kernels.launch import naming
 from surgery.kernels.plan import TENSORS, Cache, Growth, Layout, Plan, Results, Run
 
 
@@ -32,10 +33,8 @@ class Operation:
         unsupported: returns the reason why the kernel does not support a call, or None.
         check: raises ValueError for inconsistent arguments.
         kernel: module with `launches`, by default `<name>/kernel.py`; imported lazily, since it needs Triton.
-        settings: kernel-only arguments, optional integers after those of the reference.
         mutates: tensor arguments that the operation writes to; the operation then returns nothing.
         growth: dimensions that grow with the sequence, as in `Layout`.
-        free: integers that change at every decode step; kernels must not specialize on them.
 
     Attributes:
         registered: the registered PyTorch operator.
@@ -50,18 +49,16 @@ class Operation:
         check: Callable[[SimpleNamespace], None],
         *,
         kernel: str | None = None,
-        settings: tuple[str, ...] = (),
         mutates: tuple[str, ...] = (),
         growth: Growth = (),
-        free: tuple[str, ...] = (),
     ) -> None:
         self._name, self._module = name, kernel or f"surgery.kernels.{name}.kernel"
         self._outputs, self._unsupported, self._check = outputs, unsupported, check
-        signature = signature_of(reference, *settings)
-        bind, num_tensors = naming(signature), len(signature.parameters) - len(settings)
-        self._reference = lambda *values: reference(*values[:num_tensors])
+        self._reference = reference
+        signature = inspect.signature(reference, eval_str=True)
+        bind = naming(signature)
         tensors = {name for name, each in signature.parameters.items() if "Tensor" in str(each.annotation)}
-        self._layout = Layout(tuple(signature.parameters), tensors, growth, free)
+        self._layout = Layout(tuple(signature.parameters), tensors, growth)
         self._plans, self._calls = Cache(), Cache()
 
         def compute(*args: Any, **kwargs: Any) -> Results:

@@ -48,26 +48,24 @@ _caches: list[Cache] = []
 
 
 def forget_plans() -> None:
-    """Clear all plans, after a change of tuned configurations."""
+    """Clear all plans, so that the next call of each operation is planned again."""
     for cache in _caches:
         cache.clear()
 
 
 class Layout:
-    """Argument layout of an operation: tensors, growing dimensions, and integers that change at every step.
+    """Argument layout of an operation: tensors and growing dimensions.
 
     Args:
         names: argument names, in the order of the schema.
         tensors: names of the arguments that are tensors or None.
         growth: dimensions that grow with the sequence. In calls with `pages` only the page table grows.
-        free: integers that change at every decode step and that no plan depends on.
     """
 
-    def __init__(self, names: Sequence[str], tensors: set[str], growth: Growth, free: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str], tensors: set[str], growth: Growth) -> None:
         self.names = tuple(names)
-        self.free = tuple(self.names.index(name) for name in free)
         self._tensors = [index for index, name in enumerate(self.names) if name in tensors]
-        settings = [index for index, name in enumerate(self.names) if name not in tensors and name not in free]
+        settings = [index for index, name in enumerate(self.names) if name not in tensors]
         # The first index twice, since `itemgetter` of a single index returns no tuple.
         self._settings = itemgetter(settings[0], *settings)
         self._pages = self.names.index("pages") if "pages" in tensors else None
@@ -176,13 +174,10 @@ class Plan:
         positions: dict[Any, int] = {id(value): at for at, value in enumerate(values) if isinstance(value, Tensor)}
         positions |= {extent: len(values) + at for at, extent in enumerate(extents)}
         positions |= {id(tensor): first + at for at, tensor in enumerate(memory)}
-        free = {layout.names[index]: index for index in layout.free}
 
-        def position(name: str, value: Any) -> int:
+        def position(value: Any) -> int:
             is_extent = isinstance(value, Extent)
             source = positions.get((id(value.tensor), value.dim, value.is_stride) if is_extent else id(value))
-            if name in free:
-                return free[name]
             if source is not None:
                 return source
             self._constants.append(int(value) if is_extent else value)
@@ -190,7 +185,7 @@ class Plan:
 
         self.steps: list[tuple[Callable[[list[Any]], tuple[Any, ...]], _Starter]] = []
         for launch in launches:
-            order = [position(name, launch.arguments[name]) for name in launch.kernel.arg_names]
+            order = [position(launch.arguments[name]) for name in launch.kernel.arg_names]
             # Drop the tensors, which would keep the first call's cache alive.
             self.steps.append((itemgetter(*order), _Starter(replace(launch, arguments={}, scratch=()))))
 

@@ -34,9 +34,7 @@ def processors(device: torch.device) -> int:
     return 16
 
 
-def splits_of(
-    config: Config, programs: int, query: Tensor, capacity: int, window: int | None = None, *, waves: int = 1
-) -> int:
+def splits_of(config: Config, programs: int, query: Tensor, capacity: int, window: int | None = None) -> int:
     """Return the number of splits per row, as configured or from shapes alone.
 
     Args:
@@ -44,12 +42,11 @@ def splits_of(
         query: [B, T, H, ·].
         capacity: tokens that a row of the cache has room for.
         window: latest tokens that a query sees; None for all.
-        waves: factor on the usual number of programs, for small programs.
     """
     if config.splits is not None:
         return config.splits
     reached = capacity if window is None else min(capacity, window + query.shape[1] - 1)
-    return split_count(programs, reached, waves * processors(query.device))
+    return split_count(programs, reached, processors(query.device))
 
 
 def scratch(query: Tensor, width: int, splits: int) -> tuple[Tensor | None, Tensor | None]:

@@ -128,7 +128,6 @@ def test_kernels_without_a_gpu(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "correct" in output and "not timed on the cpu device" in output, output
     for wrong, message in (
-        ({"tune": True}, "--tune"),
         ({"operations": "mla"}, "unknown operation"),
         ({"contexts": "8x"}, "--contexts"),
         ({"dtype": "int8"}, "--dtype int8"),

@@ -11,9 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.calibration.cross_layer_statistics import joint_moment
 from surgery.calibration.held_out import HeldOut
-from surgery.calibration.sweep import BoundaryStore
 from surgery.calibration.texts import Texts
-from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.file_kinds import REPORT
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.errors import SurgeryError
@@ -21,13 +19,10 @@ from surgery.common.progress import Progress
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.report.plots import layer_errors
 from surgery.evaluation.models import Checkpoint
-from surgery.running.layer_stream import LayerStream
 from surgery.running.source import Source
 from surgery.structures.context import ConversionContext
-from surgery.structures.cross_layer.latents import LatentSource, latent_metrics
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.cross_layer.structure import plan_groups
-from surgery.structures.mla.settings import ConvertSettings
 
 QUICK = {
     "method": "xkv",
@@ -162,48 +157,9 @@ def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
     assert torch.equal(moment, moment.T) and moment[:width, width:].abs().max() > 0.01
 
 
-def test_the_metric_of_a_latent_is_the_moment_of_its_gradient(checkpoints, tmp_path, monkeypatch):
-    """Against a backward pass through the whole model, of the sum of its final hidden states."""
-    quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
-    settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own")
-    path = convert_checkpoint(checkpoints("llama"), tmp_path / "mla", settings).path
-    settings = CrossLayerSettings(**QUICK)
-    opened = LatentSource.open(CheckpointReader.open(path), settings)
-    monkeypatch.setattr(LayerStream, "sampled_loss_gradient", lambda self, hidden, generator: torch.ones_like(hidden))
-    with BoundaryStore() as store:
-        result = latent_metrics(opened, text(), store, settings, Progress(silent=True))
-    model = load(path)
-    model.model.norm = torch.nn.Identity()
-    calls = []
-    for layer in model.model.layers:
-        layer.self_attn.kv_down.register_forward_hook(lambda module, inputs, output: calls.append(output))
-    gradients = torch.autograd.grad(model.model(text()).last_hidden_state.sum(), calls)
-    for index, gradient in enumerate(gradients):
-        flat = gradient[..., : opened.rank(index)].flatten(0, 1).double()
-        assert torch.allclose(result[index], flat.T @ flat / len(flat), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", [pytest.param("llama_bias", marks=pytest.mark.slow), "qwen3"])
-def test_latents_of_an_mla_checkpoint_share_a_basis(checkpoints, tmp_path, name):
-    quick = {key: value for key, value in QUICK.items() if key not in ("method", "block", "group_size")}
-    settings = ConvertSettings(**quick, kv_ratio=0.5, carrier="own")
-    latent = convert_checkpoint(checkpoints(name), tmp_path / "mla", settings)
-    result = convert_checkpoint(latent.path, tmp_path / "out", CrossLayerSettings(**QUICK, kv_ratio=0.6))
-    losses = {row["stage"]: row["loss"] for row in result.report.ladder}
-    assert losses["source"] == pytest.approx(latent.report.ladder[-1]["loss"], abs=1e-4)
-    assert losses["reloaded"] == pytest.approx(losses["shared"], abs=1e-4)
-    assert abs(losses["shared"] - losses["source"]) > 1e-5
-    kv = result.report.kv
-    assert kv["source_bytes_per_token"] == latent.report.kv["measured_bytes_per_token"]
-    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] <= 0.6 * kv["source_bytes_per_token"]
-    source, files = (load_file(folder.path / "model.safetensors") for folder in (latent, result))
-    assert all(torch.equal(files[key], tensor) for key, tensor in source.items())
-    with pytest.raises(SurgeryError, match="with method xkv only, not minicache"):
-        convert_checkpoint(latent.path, tmp_path / "no", CrossLayerSettings(method="minicache"))
-    with pytest.raises(SurgeryError, match="kind cross_layer_latent"):
-        convert_checkpoint(result.path, tmp_path / "no", CrossLayerSettings(**QUICK))
-    with pytest.raises(SurgeryError, match="which stay"):
-        convert_checkpoint(latent.path, tmp_path / "no", CrossLayerSettings(**QUICK, kv_ratio=0.1))
+def test_converted_checkpoints_are_refused(converted, tmp_path):
+    with pytest.raises(SurgeryError, match="convert its source"):
+        convert_checkpoint(converted("llama").path, tmp_path / "out", CrossLayerSettings(**QUICK))
 
 
 @pytest.mark.parametrize(

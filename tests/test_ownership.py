@@ -256,7 +256,7 @@ class TestNames:
         settings = EvalSettings(tasks=("loss",), windows=2, length=64, decoded=0, variants=(), data=(str(HELD_OUT),))
 
         def out_of(*models: str, out: Path | None = None) -> Path:
-            return prepare(EvaluationRequest(models, None, out, settings), Progress(silent=True), lambda *_: []).out
+            return prepare(EvaluationRequest(models, None, out, settings), Progress(silent=True)).out
 
         monkeypatch.chdir(source)
         assert out_of(".") == tmp_path / "ckpt-eval"

@@ -14,7 +14,10 @@ LINES = {
     "fit_iterations": ["convert", "builtin", "--fit-iterations", "8"],
     "fit_queries": ["convert", "builtin", "--to", "gqa", "--fit-queries", "64"],
     "fit_worth": ["convert", "builtin", "--fit-worth=0.5"],
+    "tune": ["bench", "kernels", "--tune"],
+    "tuned": ["bench", "kernels", "--tuned", "folder"],
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
+    "method procrustes": ["convert", "builtin", "--to", "gqa", "--method", "procrustes"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
     "ruler_floor": ["eval", "builtin", "--ruler-floor", "0.3"],
@@ -46,6 +49,7 @@ LINES = {
     "stream": ["heal", "builtin", "--config", "{file}"],
     "teacher_logits": ["heal", "builtin", "--teacher-logits", "cache"],
     "teacher_top_k": ["heal", "builtin", "--teacher-top-k", "8"],
+    "data chat": ["eval", "builtin", "--data", "chat"],
     "data teacher": ["heal", "builtin", "--data", "teacher"],
     "refine": ["plan", "builtin", "--refine=200k"],
     "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
@@ -78,6 +82,8 @@ LINES = {
         ]
         for bits in (8, 4, 3, 2, "fp8")
     },
+    "granularity": ["convert", "builtin", "--to", "hybrid", "--granularity", "layer"],
+    "heads_multiple": ["convert", "builtin", "--to", "hybrid", "--heads-multiple", "2"],
     "gqa bits": ["convert", "builtin", "--to", "gqa", "--bits", "8"],
     "mqa bits": ["convert", "builtin", "--to", "mqa", "--bits", "8"],
     "hybrid bits": ["convert", "builtin", "--to", "hybrid", "--bits", "8"],

@@ -58,7 +58,7 @@ def source(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("screens") / "source", "llama")
 
 
-OLD_SPELLINGS = {"--text", "--data", "--calibration", "--recent", "--max-seconds", "--prompts", "--tuned-folder"}
+OLD_SPELLINGS = {"--text", "--data", "--calibration", "--recent", "--max-seconds", "--prompts"}
 
 
 def flags_of(screen):

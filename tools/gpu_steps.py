@@ -143,13 +143,6 @@ def _kernels(setup: Setup, seconds: float) -> list[str]:
     return _bench(setup, "kernels", seconds, *sizes, *some)
 
 
-def _tuning(setup: Setup, seconds: float) -> list[str]:
-    if setup.tiny:  # without a GPU there are no timings to tune by, so only check the cases
-        return _bench(setup, "kernels", seconds, "--operations", "mla_decode", "--batches", "1", folder="tuning")
-    what = ["--operations", "mla_decode,lowrank_decode", "--batches", "16", "--no-baselines", "--tune"]
-    return _bench(setup, "kernels", seconds, *what, "--tuned", str(setup.work / "tuned"), folder="tuning")
-
-
 def _decode(forms: str, folder: str, *options: str) -> Callable[[Setup, float], list[str]]:
     """Return the arguments function of a decode benchmark; a rehearsal ignores the options."""
 
@@ -225,7 +218,6 @@ STEPS = (
     Step("decode-model", 45, _decode_model, ("decode-model/decode.json",), True),
     Step("heal", 130, _heal, HEALED, True),
     Step("convert-lowrank", 60, _convert("lowrank", *QUARTER), ("model-lowrank/surgery_report.json",), True),
-    Step("tuning", 80, _tuning, ("tuning/kernels.json",)),
 )
 
 

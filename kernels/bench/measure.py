@@ -14,6 +14,8 @@ ROTATION = 4
 LEAST_SECONDS = 200e-6
 """Minimum duration of a replay, for the resolution of CUDA events."""
 MOST_CALLS = 256
+SECONDS = 0.25
+"""Approximate duration of a measurement."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,8 @@ def sets_needed(input_bytes: int, device: torch.device) -> int:
     return max(1, min(count, MOST_CALLS, int(0.4 * free / max(input_bytes, 1))))
 
 
-def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, seconds: float = 0.25) -> Timing:
-    """Measure the seconds per call of `calls`, which are the same call with different inputs.
-
-    Args:
-        seconds: approximate duration of the measurement; between 5 and 200 replays.
-    """
+def time_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> Timing:
+    """Measure the seconds per call of `calls`, the same call with different inputs; 5 to 200 replays in `SECONDS`."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):  # compile and allocate before capture
@@ -101,7 +99,7 @@ def time_calls(calls: Sequence[Callable[[], object]], device: torch.device, *, s
         replay()
     torch.cuda.synchronize(device)
     each = _elapsed(replay, device)
-    times = [_elapsed(replay, device) / len(order) for _ in range(max(5, min(200, int(seconds / max(each, 1e-9)))))]
+    times = [_elapsed(replay, device) / len(order) for _ in range(max(5, min(200, int(SECONDS / max(each, 1e-9)))))]
     cut = statistics.quantiles(times, n=10)
     return Timing(statistics.median(times), cut[0], cut[-1], graph, len(calls))
 

@@ -1,8 +1,10 @@
-"""Benchmark runner: checks, tunes and times cases, and saves the record after each."""
+"""Benchmark runner: checks and times cases, and saves the record after each."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import platform
 import sys
 import time
@@ -15,10 +17,8 @@ import torch
 
 from surgery.kernels.backend import interpreted
 from surgery.kernels.bench import gate as gates
-from surgery.kernels.bench import tuning
 from surgery.kernels.bench.case import Case, Inputs
 from surgery.kernels.bench.measure import Timing, ceilings, device_facts, sets_needed, time_calls
-from surgery.kernels.tuned import FOLDER, gpu_name
 
 SCHEMA = 1
 ROOM = 0.45
@@ -32,9 +32,7 @@ class Bench:
     Attributes:
         device: device that kernels run on.
         out: JSON file of the record; None keeps it in memory only.
-        tune: tune configurations and write the best to <gpu>.json in `tuned_folder`, by default the package's.
         seconds: time limit after which no further case starts.
-        case_seconds: time limit for tuning one shape.
         baselines: check and time other implementations, on a GPU only.
         say: callback that receives one line per case.
         record: results so far.
@@ -42,10 +40,7 @@ class Bench:
 
     device: torch.device
     out: Path | None = None
-    tune: bool = False
-    tuned_folder: Path | None = None
     seconds: float = float("inf")
-    case_seconds: float = 45.0
     baselines: bool = True
     say: Callable[[str], Any] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
     record: dict = field(default_factory=dict)
@@ -62,14 +57,12 @@ class Bench:
             "note": None if self.timed else no_speed(self.device),
             "rows": [],
         }
-        shapes_tuned: set[tuple] = set()
         for case in cases:
             if time.monotonic() - began > self.seconds:
                 self.record["note"] = f"stopped after {self.seconds:.0f} s: not all cases were measured"
                 break
-            self._stop = began + self.seconds
             try:
-                row = self._row(case, shapes_tuned)
+                row = self._row(case)
             except (torch.OutOfMemoryError, MemoryError):
                 row = {**_case_fields(case), "skipped": "out of memory"}
             self.record["rows"].append(row)
@@ -88,9 +81,9 @@ class Bench:
 
     def _save(self) -> None:
         if self.out is not None:
-            tuning.write_json(self.out, self.record)
+            write_json(self.out, self.record)
 
-    def _row(self, case: Case, shapes_tuned: set[tuple]) -> dict:
+    def _row(self, case: Case) -> dict:
         row = _case_fields(case)
         size = case.cache_bytes + case.query_bytes
         free = _free_memory(self.device)
@@ -102,39 +95,11 @@ class Bench:
         if not gate.passed or not self.timed:
             return row
         sets = [inputs, *(case.inputs(self.device, seed) for seed in range(1, sets_needed(size, self.device)))]
-        if self.tune and (shape := _tuned_shape(case)) not in shapes_tuned:
-            shapes_tuned.add(shape)
-            row["tuning"] = self._tune(case, sets, gate)
         row |= _measured(case, time_calls([_bound(case.run, one) for one in sets], self.device))
         row |= _shares(row, self.record["ceilings"])
         if self.baselines:
             row["baselines"] = self._baselines(case, sets, gate)
         return row
-
-    def _tune(self, case: Case, sets: list[Inputs], gate: gates.Gate) -> dict | None:
-        """Tune the case's shape; write the best configuration and use it from now on."""
-        began, exact = time.monotonic(), list(case.exact(sets[0]))
-        limit = min(began + self.case_seconds, self._stop)
-
-        def is_right() -> bool:
-            with gates.poisoned():
-                out = case.run(sets[0])
-            return all(gates.relative_error(pick(out), part) <= gate.tolerance for pick, part in exact)
-
-        best = tuning.tune(
-            case.operation,
-            lambda: time_calls([_bound(case.run, one) for one in sets], self.device, seconds=0.05).seconds,
-            is_right,
-            splits="decode" in case.operation,
-            out_of_time=lambda: time.monotonic() > limit,
-        )
-        if best is None:
-            return None
-        key, config, trials = best
-        if config:
-            path = (self.tuned_folder or FOLDER) / f"{gpu_name(self.device)}.json"
-            tuning.write_tuned(path, case.operation, key, config)
-        return {"key": key, "config": config, "tried": trials}
 
     def _baselines(self, case: Case, sets: list[Inputs], gate: gates.Gate) -> dict:
         measured = {}
@@ -148,6 +113,14 @@ class Bench:
             except Exception as error:
                 measured[name] = {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
         return measured
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def versions() -> dict:
@@ -177,11 +150,6 @@ def _case_fields(case: Case) -> dict:
         "bytes": case.bytes,
         "flops": case.flops,
     }
-
-
-def _tuned_shape(case: Case) -> tuple:
-    """Return the identity of a tuned shape, without batch and context, which configurations do not depend on."""
-    return case.operation, case.model, case.variant, case.dtype
 
 
 def _measured(case: Case, timing: Timing) -> dict:

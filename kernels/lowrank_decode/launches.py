@@ -14,7 +14,6 @@ from surgery.kernels.launch import Config, Launch, capability_of, launches_of, s
 from surgery.kernels.lowrank_decode.kernel import lowrank_decode_kernel
 from surgery.kernels.lowrank_decode.reference import STEP, lowrank_attention
 from surgery.kernels.split_kv import scratch, splits_of, with_merge
-from surgery.kernels.tuned import key_of, tuned
 
 RESIDENT_BYTES = 64 * 1024
 """Maximum size of a head's up-projection that stays in shared memory; larger ones are reloaded for every block."""
@@ -64,10 +63,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     if config is None:
         plain, capability = exact_key is None, capability_of(query.device)
         ranks = {"key_rank": key_rank, "value_rank": value_rank}
-        default = default_config(dim=dim, **ranks, dtype=dtype, capability=capability, plain=plain)
-        ranks = {"key": key_rank, "value": value_rank}
-        shape = key_of(heads=heads, kv_heads=kv_heads, dim=dim, **ranks, dtype=dtype)
-        config = tuned("lowrank_decode", shape, query.device, default)
+        config = default_config(dim=dim, **ranks, dtype=dtype, capability=capability, plain=plain)
     row_blocks = triton.cdiv(per_head * tokens, config.block_rows)
     splits = splits_of(config, batch * kv_heads * row_blocks, query, latent.shape[1])
     parts, logs = scratch(query, out.shape[-1], splits)

@@ -33,7 +33,6 @@ from surgery.kernels.launch import Config, Launch, launches_of, size, strides
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.kernels.online_softmax import LOG2E, log_of, softmax_step
 from surgery.kernels.split_kv import scratch, split_tokens, splits_of, with_merge
-from surgery.kernels.tuned import key_of, tuned
 
 HOPPER_SHARED = 227 * 1024
 """Bytes of shared memory of one program on sm_90; the default without a CUDA device."""
@@ -117,10 +116,8 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     page = 0 if pages is None else latent.shape[1]
     capacity = latent.shape[1] if pages is None else pages.shape[1] * page
     if config is None:
-        shape = key_of(heads=tokens * heads, rank=rank, rope=rope, dtype=query.dtype)
         needs = {"paged": page > 0, "gains": gains > 0}
-        default = default_config(tokens * heads, rank, rope, query.dtype, shared_limit(query.device), **needs)
-        config = tuned("mla_decode", shape, query.device, default)
+        config = default_config(tokens * heads, rank, rope, query.dtype, shared_limit(query.device), **needs)
     blocks = triton.cdiv(tokens * heads, config.block_rows)
     splits = splits_of(config, batch * blocks, query, capacity, args.window)
     parts, logs = scratch(query, rank, splits)

@@ -15,7 +15,7 @@ from surgery.architectures.custom_class import own_config
 from surgery.checkpoint import TensorSpec
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
-from surgery.model.cross_layer_entry import GroupEntry, SharedLatentEntry
+from surgery.model.cross_layer_entry import GroupEntry
 from surgery.model.layer_entry import LayerEntry, StockEntry
 from surgery.transforms.cross_layer import SharedBasis
 
@@ -79,21 +79,6 @@ class OwnCrossLayer:
             result[prefix + "basis_down"] = (down * unweighted).to(self.dtype).contiguous()
             result[prefix + "basis_up"] = (up * weight[:, None]).to(self.dtype).contiguous()
         return result
-
-
-@dataclass(frozen=True)
-class OwnSharedLatents(OwnCrossLayer):
-    """Writer of MLA layers of a checkpoint of the custom model class that share latents.
-
-    Attributes:
-        layer_entries: config entry of each layer; ranks and frequencies may differ in a group.
-    """
-
-    layer_entries: tuple[SharedLatentEntry, ...]
-
-    def config(self, source: dict) -> dict:
-        """Return the config.json of the converted model."""
-        return {**source, "attention_layers": [entry.to_entry() for entry in self.layer_entries]}
 
 
 def _stored(anatomy: AttentionAnatomy, rows: Tensor) -> Tensor:

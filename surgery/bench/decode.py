@@ -26,8 +26,7 @@ from surgery.eval.memory import OutOfMemory, free_memory, unless_out_of_memory
 from surgery.eval.session import synchronize
 from surgery.eval.tensor_bytes import weight_bytes
 from surgery.kernels.bench.measure import device_facts
-from surgery.kernels.bench.run import versions
-from surgery.kernels.bench.tuning import write_json
+from surgery.kernels.bench.run import versions, write_json
 from surgery.model.cache_argument import CACHE
 from surgery.running.models import causal_model
 from surgery.running.source_check import open_source

@@ -22,12 +22,10 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
     """Check and measure kernels; return the record and the path of its file.
 
     Raises:
-        SurgeryError: an unknown name, an invalid size, or tuning without a GPU.
+        SurgeryError: an unknown name, or an invalid size.
     """
     device = checked_device(request.device)
     timed = device.type == "cuda"
-    if request.tune and not timed:
-        raise SurgeryError(f"--tune: needs a GPU, as it picks configurations by speed; the device is {device.type}")
     plan = DEFAULTS if timed else TINY
     dtype = DTYPE_NAMES.get(request.dtype, request.dtype) or ("bfloat16" if timed else "float32")
     if dtype not in DTYPES:
@@ -46,8 +44,6 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
     bench = Bench(
         device,
         path,
-        tune=request.tune,
-        tuned_folder=Path(request.tuned_folder) if request.tuned_folder else None,
         seconds=float("inf") if request.limit is None else request.limit,
         baselines=request.baselines,
         say=lambda line: print(line, file=sys.stderr, flush=True),

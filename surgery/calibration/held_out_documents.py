@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.installed import installed_code, installed_prose
-from surgery.calibration.mixture import CHAT, CODE, PROSE, SMALL_VOCABULARY
+from surgery.calibration.mixture import CODE, PROSE, SMALL_VOCABULARY
 from surgery.calibration.text import BUILTIN, iter_documents
 from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document
@@ -50,15 +50,13 @@ def load_documents(
     *,
     seed: int = 0,
     text_field: str = "text",
-    conversations: Callable[[], list[str]] | None = None,
 ) -> list[Document]:
     """Read the named texts, as far as needed.
 
     Args:
-        names: "builtin", "prose", "code", "chat", files and datasets.
+        names: "builtin", "prose", "code", files and datasets.
         tokens: total tokens of the windows.
         seed: shuffles the text of installed packages.
-        conversations: returns the model's conversations, for "chat".
 
     Raises:
         SurgeryError: a text cannot be read, or is empty.
@@ -71,8 +69,6 @@ def load_documents(
         elif name in INSTALLED:
             read = islice(INSTALLED[name](seed), MOST_MODULES)
             loaded = _take(characters, (Document(text, ((0, name),)) for _, text in read))
-        elif name == CHAT:
-            loaded = [Document(text, ((0, name),)) for text in conversations()]
         else:
             loaded = _read(name, text_field, characters)
         if not loaded:

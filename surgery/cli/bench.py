@@ -40,7 +40,7 @@ def bench_kernels(
 
         surgery bench kernels --shapes llama3-8b --contexts 8k,128k --batches 1,32
 
-        surgery bench kernels --operations mla_decode --tune
+        surgery bench kernels --operations mla_decode --no-baselines
     """
     from surgery.bench.kernels import measure_kernels
     from surgery.console.bench import show_kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
+TUNED = "the best configuration was as fast as the default on an H100: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 KL = "use kl, the divergence that every report trained with"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
@@ -17,6 +18,7 @@ REMOVED = {
     "refine": "use --to lowrank --bits auto, which allocates the budget by layer",
     "method attention-area": "use --method kvzip, which is as fast and finds retrieval heads",
     "method ablation": "use --method duo, which finds the same heads, and surgery eval of the hybrids",
+    "method procrustes": "use --method fisher, which aligns heads in the metric of the loss",
     "method xkv-prompt": "use --method xkv, whose basis is computed once from text; existing checkpoints still load",
     "heads compare": "convert by each pattern with --to hybrid, then surgery eval of the results",
     "heads score": "use surgery heads CKPT",
@@ -35,6 +37,8 @@ REMOVED = {
     "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
     "ruler_tasks qa_2": "use vt for multi-hop facts",
     "quick": "choose what to measure: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
+    "tune": TUNED,
+    "tuned": TUNED,
     "bench convert": "surgery convert prints its time and peak memory; tools/scale.py creates random weights",
     "peak_tflops": "a dry run measures the speed of this machine; run it on the machine of the training",
     "utilization": "a dry run measures the speed of this machine; run it on the machine of the training",
@@ -51,6 +55,7 @@ REMOVED = {
     "patience": "set max_tokens or max_seconds; heal.jsonl has the held-out losses of a run",
     "final_learning_rate": "leave it out: cosine and linear schedules end at 0, constant stays at the peak",
     "stream": "datasets are always streamed: set `tokens` to limit them",
+    "data chat": "use prose and code, or a file of conversations of your own",
     "data teacher": "use builtin or your own text",
     "calibration self": "use --calibration chat, which samples replies of the model to built-in prompts",
     "convert wandb": "use surgery eval --wandb, which logs the result next to its source",
@@ -73,6 +78,8 @@ REMOVED = {
     "bits 3": WIDTHS.format(0.1875, 3),
     "bits 2": WIDTHS.format(0.125, 2),
     "bits fp8": WIDTHS.format(0.5, 8),
+    "granularity": "layers with a window and no sinks recalled nothing: leave it out, and single heads stream",
+    "heads_multiple": "streaming heads run in one process of every engine: leave it out",
     "gqa bits": "quantize the result: surgery convert CKPT-gqa --to quantized",
     "mqa bits": "quantize the result: surgery convert CKPT-mqa --to quantized",
     "hybrid bits": "streaming heads keep full-precision tokens; --to quantized quantizes all tokens",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Any
 
 import torch
 
-from surgery.calibration.conversations import HELD_OUT_PROMPTS
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.evaluation.models import Checkpoint
 from surgery.evaluation.preparation import EvaluationRequest, prepare
 from surgery.evaluation.rows import plan_variants
-from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.store import ResultStore
 from surgery.families import FAMILIES, LATENT_FAMILIES
 from surgery.running.kv_bytes import KVBytes, kv_bytes_of
@@ -51,14 +48,14 @@ class EvaluationPlan:
 def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
     """Plan an evaluation; weights are hashed and texts tokenized, to find errors in them.
 
-    Conversations ("chat") are not generated but replaced by prompts. The device may be absent from this machine.
+    The device may be absent from this machine.
 
     Raises:
         SurgeryError: the evaluation would raise it before its first measurement.
     """
     device_name = request.settings.device
     device = torch.device(device_name).type if is_absent(device_name) else checked_device(device_name).type
-    prepared = prepare(request, progress, _repeated_prompts)
+    prepared = prepare(request, progress)
     settings, tasks, baseline = prepared.settings, prepared.tasks, prepared.baseline
     ResultStore.check(prepared.out)
     if not request.overwrite:
@@ -120,9 +117,3 @@ def _num_elements(reader: CheckpointReader) -> int:
     copies = {"lm_head.weight"} if reader.config.get("tie_word_embeddings") else set()
     infos = [reader.info(name) for name in reader.names() if name not in copies]
     return sum(info.nbytes // info.dtype.itemsize for info in infos)
-
-
-def _repeated_prompts(checkpoint: Checkpoint, tokenizer: Any, settings: EvalSettings) -> list[str]:
-    """Return repeated prompts, long enough for the windows, in place of conversations that a model would generate."""
-    needed = settings.windows * settings.length // 4 + 1  # the shortest prompt has more than four tokens
-    return [" ".join(islice(cycle(HELD_OUT_PROMPTS), needed))]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from surgery.evaluation.models import Checkpoint, tokenizer_sha256
 from surgery.evaluation.rows import ModelRow, check_names
 from surgery.evaluation.settings import EvalSettings
 from surgery.evaluation.tasks import Tasks, build_tasks
-
-Conversations = Callable[[Checkpoint, PreTrainedTokenizerBase, EvalSettings], list[str]]
 
 
 @dataclass(frozen=True)
@@ -111,11 +108,8 @@ class Prepared:
         return [row["name"] for row in old if row["role"] == "variant" and row["name"] not in names]
 
 
-def prepare(request: EvaluationRequest, progress: Progress, conversations: Conversations) -> Prepared:
+def prepare(request: EvaluationRequest, progress: Progress) -> Prepared:
     """Open and hash the models, read the texts and build the tasks, without measuring or writing anything.
-
-    Args:
-        conversations: function that generates conversations with a model, for the held-out text "chat".
 
     Raises:
         SurgeryError: a model, text or task cannot be prepared.
@@ -130,9 +124,7 @@ def prepare(request: EvaluationRequest, progress: Progress, conversations: Conve
     if not settings.data:
         settings = replace(settings, data=default_names(tokenizer))
         progress.note(f"held-out text: {' and '.join(settings.data)} (--data names another)")
-    first = checkpoints[0]
-    answers = partial(conversations, first, tokenizer, settings)
-    tasks = build_tasks(settings, tokenizer, first.reader.config, progress, answers)
+    tasks = build_tasks(settings, tokenizer, checkpoints[0].reader.config, progress)
     main_row = next((row for row in rows if row.role == "checkpoint"), rows[0])
     out = request.out or _default_out(main_row)
     for row in rows:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from surgery.calibration.conversations import HELD_OUT_PROMPTS, sample_conversations
 from surgery.checkpoint.output_path import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration
@@ -26,7 +25,7 @@ from surgery.eval.report.document import SCHEMA, Report, finish
 from surgery.eval.session import ComparingTask, Session, Task
 from surgery.eval.variants.cache_hook import NoVariant
 from surgery.evaluation.kinds import plugin_errors
-from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
+from surgery.evaluation.models import cast, tokenizer_sha256
 from surgery.evaluation.preparation import EvaluationRequest, Prepared, prepare
 from surgery.evaluation.rows import ModelRow, plan_variants
 from surgery.evaluation.settings import EvalSettings
@@ -61,7 +60,7 @@ def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
     if not processes.is_main:
         progress = Progress(silent=True)
     device = process_device(request.settings.device, processes)
-    prepared = prepare(request, progress, lambda *of: processes.from_main(lambda: _conversations(*of, device)))
+    prepared = prepare(request, progress)
     with ExitStack() as stack:
         store = processes.from_main(lambda: _opened_store(prepared, request, stack))
         report = _run_rows(prepared, request, store, processes, progress, device)
@@ -279,20 +278,6 @@ def _opened_store(prepared: Prepared, request: EvaluationRequest, stack: ExitSta
 
         check_report_files(prepared.out, [row.name for row in prepared.rows])
     return store
-
-
-def _conversations(
-    checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, settings: EvalSettings, device: torch.device
-) -> list[str]:
-    """Generate conversations on the held-out prompts in the chat template, of half the windows' tokens to save time."""
-    model = checkpoint.load(device)
-    if device.type == "cpu":
-        cast(model, torch.float32)
-    tokens = settings.windows * settings.length // (2 * len(settings.data)) + settings.length
-    sampled = sample_conversations(model, tokenizer, tokens, HELD_OUT_PROMPTS, settings.seed)
-    del model
-    free_memory()
-    return ["".join(tokenizer.batch_decode(sampled))]
 
 
 def _machine(device: torch.device, processes: Processes) -> dict[str, Any]:

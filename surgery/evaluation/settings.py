@@ -63,9 +63,9 @@ class EvalSettings(FileSettings):
         (),
         "Held-out text, more than once for several; losses are also given for each; none: builtin for a model of code "
         "such as the demo's, prose and code for others.",
-        more="builtin: standard-library source that ships and that no calibration text holds. prose, code, chat: what "
-        "installed packages say of themselves, the source of torch and transformers, the first model's own "
-        "conversations. Or .txt, .jsonl, .json or .parquet files, names of datasets (name or name:config:split).",
+        more="builtin: standard-library source that ships and that no calibration text holds. prose, code: what "
+        "installed packages say of themselves, the source of torch and transformers. Or .txt, .jsonl, .json or "
+        ".parquet files, names of datasets (name or name:config:split).",
         section="Data",
         metavar="FILE|DATASET|NAME",
         old=("--text", "--calibration"),
@@ -151,6 +151,9 @@ class EvalSettings(FileSettings):
                 raise SurgeryError(
                     f"unknown task {task!r}: choose of {', '.join(choices)}{did_you_mean(task, choices)}"
                 )
+        for name in self.data:
+            if notice := removal(f"data {name}"):
+                raise SurgeryError(f"data {name} {notice}", setting="data", hint=notice)
         if any(not 0 <= depth <= 100 for depth in self.needle_depths) or not self.needle_depths:
             raise SurgeryError(
                 "needle_depths are percent of the context, from 0 to 100, at least one", setting="needle_depths"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,13 +25,11 @@ class TaskData:
 
     Attributes:
         limit: maximum positions of the model; None if the config has none.
-        conversations: function that generates conversations with the first model, for `data` "chat".
     """
 
     settings: EvalSettings
     tokenizer: PreTrainedTokenizerBase
     limit: int | None
-    conversations: Callable[[], list[str]] | None = None
 
     @cached_property
     def documents(self) -> list[Document]:
@@ -43,7 +40,6 @@ class TaskData:
             settings.windows * settings.length,
             seed=settings.seed,
             text_field=settings.text_field,
-            conversations=self.conversations,
         )
 
     @cached_property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,12 @@ def build_tasks(
     tokenizer: PreTrainedTokenizerBase,
     config: dict[str, Any],
     progress: ProgressLike,
-    conversations: Callable[[], list[str]] | None = None,
 ) -> Tasks:
     """Build the tasks and their data.
 
     Args:
         config: config of the baseline, or of the first checkpoint without one. Its position limit bounds the windows
             and determines default lengths and contexts.
-        conversations: function that generates conversations with the first model, for `data` "chat".
 
     Raises:
         SurgeryError: there is too little text, or a task cannot be built with this tokenizer or these lengths.
@@ -58,7 +55,7 @@ def build_tasks(
     if limit and settings.length > limit:
         progress.note(f"windows of {limit} tokens instead of {settings.length}: the model's limit")
         settings = replace(settings, length=limit, decoded=min(settings.decoded, limit // 2))
-    data = TaskData(settings, tokenizer, limit, conversations)
+    data = TaskData(settings, tokenizer, limit)
     context = settings.kv_context or settings.length
     tasks: list[Task] = [KVBytesTask(context)]
     settings_of, plugins = {}, {}

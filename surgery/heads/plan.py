@@ -67,8 +67,6 @@ def compile_plan(
     affordable: Callable[[BoolTensor], bool],
     sinks: int,
     recent: int,
-    *,
-    multiple: int = 1,
     compensated: float = 0.0,
 ) -> HeadPlan:
     """Compile a plan that keeps as many of the best units full as fit the budget.
@@ -77,12 +75,10 @@ def compile_plan(
         scores: [L, G]; heads with higher scores need their context more.
         units: units of heads that can stream.
         affordable: returns whether a plan with these full heads [L, G] fits the budget; must be monotonic.
-        multiple: full and streaming heads of each layer are a multiple of this, for tensor parallelism over as many
-            devices. Needs units of one head.
         compensated: share of the streaming heads, best first, that get a compensation token.
 
     Raises:
-        SurgeryError: the budget is too small with all heads streaming, or `multiple` does not divide the heads.
+        SurgeryError: the budget is too small with all heads streaming.
     """
     full = torch.zeros(scores.shape, dtype=torch.bool)
     if not affordable(full):
@@ -90,10 +86,9 @@ def compile_plan(
             f"the budget is less than {sinks} sinks and {recent} recent tokens of all heads: raise --kv-ratio, lower "
             "--sinks and --window, or raise --context"
         )
-    for bundle in _in_bundles(scores, units, multiple):
+    for layer, number in unit_ranking(scores, units):
         more = full.clone()
-        for layer, heads in bundle:
-            more[layer, list(heads)] = True
+        more[layer, list(units[layer][number])] = True
         if not affordable(more):
             break
         full = more
@@ -104,24 +99,3 @@ def compile_plan(
         for layer, heads in streaming[: round(compensated * len(streaming))]:
             compensated_heads[layer, list(heads)] = True
     return HeadPlan(full, compensated_heads, sinks, recent)
-
-
-def _in_bundles(scores: Tensor, units: Units, multiple: int) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Group units into bundles of ``multiple`` that become full together, highest mean score first."""
-    if multiple == 1:
-        return [[(layer, units[layer][number])] for layer, number in unit_ranking(scores, units)]
-    bundles = []
-    for layer, layer_units in enumerate(units):
-        if any(len(heads) > 1 for heads in layer_units):
-            raise SurgeryError("--heads-multiple: not supported if heads share a latent; drop it")
-        if len(layer_units) % multiple:
-            raise SurgeryError(
-                f"--heads-multiple {multiple} does not divide the {len(layer_units)} KV heads of layer {layer}"
-            )
-        ranked = [(float(scores[layer, heads[0]]), heads) for heads in layer_units]
-        ranked.sort(key=lambda pair: (-pair[0], pair[1]))
-        for start in range(0, len(ranked), multiple):
-            part = ranked[start : start + multiple]
-            worth = sum(score for score, _ in part) / multiple
-            bundles.append((-worth, layer, start, [(layer, heads) for _, heads in part]))
-    return [bundle for *_, bundle in sorted(bundles, key=lambda entry: entry[:3])]

@@ -31,7 +31,7 @@ class LeftPadding:
     def __init__(self, rows: Sequence[int] | Tensor, bounds: tuple[int, int] | None = None, *, has_gaps: bool = False):
         """Store the padding tokens of each row; `bounds`, their minimum and maximum, save a wait for the device."""
         self._rows = rows if isinstance(rows, Tensor) else torch.tensor(rows)
-        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._copies: dict[torch.device, Tensor] = {}
         self.least, self.most = bounds or (min(rows), max(rows))
         self.has_gaps = has_gaps
 
@@ -44,11 +44,11 @@ class LeftPadding:
         least, greatest, has_gaps = torch.stack([*rows.aminmax(), gaps.long()]).tolist()
         return cls(rows, (least, greatest), has_gaps=bool(has_gaps))
 
-    def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return the padding tokens of each row [B] on a device; the same tensor at every call."""
-        if (device, dtype) not in self._copies:
-            self._copies[device, dtype] = self._rows.to(device, dtype)
-        return self._copies[device, dtype]
+    def on(self, device: torch.device) -> Tensor:
+        """Return the padding tokens of each row, int64 [B], on a device; the same tensor at every call."""
+        if device not in self._copies:
+            self._copies[device] = self._rows.to(device)
+        return self._copies[device]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> LeftPadding:
         """Return the padding after `change`, which selects or repeats rows along dimension 0."""

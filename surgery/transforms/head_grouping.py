@@ -25,7 +25,6 @@ Group = tuple[int, ...]
 
 # Eight heads have 105 partitions into pairs (28 groups) and 35 into fours (70 groups), few enough to try all.
 EXACT_PARTITIONS = 105
-PROCRUSTES_ROUNDS = 30
 
 
 @dataclass(frozen=True)
@@ -140,24 +139,6 @@ def mean_maps(moments: GroupMoments) -> GroupMaps:
     ones = torch.ones(moments.key.shape[:2], dtype=moments.key.dtype)
     eye = torch.eye(width, dtype=moments.value.dtype).expand(heads, -1, -1)
     return GroupMaps(ones / heads, ones, eye.transpose(0, 1) / heads, eye)
-
-
-def procrustes_maps(moments: GroupMoments) -> GroupMaps:
-    """Compute the maps with which every head reads the mean of the aligned heads, rotated back to itself.
-
-    Generalized Procrustes: alternate between aligning each head with the mean and averaging the aligned heads. Keys
-    are aligned by a phase per frequency, values by an orthogonal matrix (reflections included).
-    """
-    heads = len(moments.value)
-    _, vectors = eigh_descending(moments.key)
-    turn = torch.sgn(vectors[..., :1])
-    matrix = moments.value.permute(0, 2, 1, 3)  # [n, n, e, e]
-    value_turn = _polar(matrix[:, 0])
-    for _ in range(PROCRUSTES_ROUNDS):
-        turn = torch.sgn(moments.key @ turn)
-        value_turn = _polar((matrix @ value_turn).sum(1))
-    turn = turn[..., 0]
-    return GroupMaps(turn.conj() / heads, turn, value_turn.permute(2, 0, 1) / heads, value_turn)
 
 
 def reorder_kv_heads(anatomy: AttentionAnatomy, order: Group) -> AttentionAnatomy:
@@ -298,9 +279,3 @@ def _error(moment: Tensor, metric: Tensor, projection: Tensor) -> float:
     """Compute ``E (z - P z)^H M (z - P z)``, summed over a batch of [n, n] matrices."""
     rest = torch.eye(moment.shape[-1], dtype=moment.dtype) - projection
     return float((metric * (rest @ moment @ rest.mH).mT).sum().real)
-
-
-def _polar(matrix: Tensor) -> Tensor:
-    """Compute the nearest orthogonal matrices to ``matrix`` [..., e, e]."""
-    u, _, vh = torch.linalg.svd(matrix)
-    return u @ vh

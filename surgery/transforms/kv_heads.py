@@ -13,14 +13,11 @@ method       keys, per frequency          values                        groups
 fisher       rank 1 in the metric of the  rank e in the metric of the   cheapest
              loss gradients               loss gradients
 kv-heads     rank 1, plain error          rank e, plain error           adjacent
-procrustes   mean of heads aligned by     mean of heads aligned by      cheapest
-             phases                       orthogonal matrices
 mean-pool    mean                         mean                          adjacent
 ============ ============================ ============================= =========
 
-Sources: mean-pool, GQA (arXiv 2305.13245); procrustes, arXiv 2412.20677, its rotations of keys restricted to those that
-commute with RoPE; kv-heads, arXiv 2406.07056. Key-driven query allocation (arXiv 2408.08454) starts from mean-pool; see
-:mod:`surgery.transforms.key_norm`.
+Sources: mean-pool, GQA (arXiv 2305.13245); kv-heads, arXiv 2406.07056. Key-driven query allocation (arXiv 2408.08454)
+starts from mean-pool; see :mod:`surgery.transforms.key_norm`.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ from surgery.transforms.head_grouping import (
     low_rank_maps,
     mean_maps,
     moments_of_heads,
-    procrustes_maps,
 )
 
 
@@ -66,7 +62,6 @@ METHODS: Registry[Method] = Registry(
     {
         "fisher": Method(low_rank_maps, weighted=True, searches=True),
         "kv-heads": Method(low_rank_maps),
-        "procrustes": Method(procrustes_maps, searches=True),
         "mean-pool": Method(mean_maps),
     },
     Method,

@@ -10,7 +10,6 @@ from tiny_models import HELD_OUT, make_checkpoint
 
 from surgery.common.progress import Progress
 from surgery.evaluation.dry_run import plan_evaluation
-from surgery.evaluation.models import Checkpoint
 from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
 from surgery.structures.registry import TARGETS
@@ -95,8 +94,3 @@ def test_the_screen_says_what_and_where_and_nothing_is_written(folder, tmp_path,
     (tmp_path / "small-eval" / "notes.txt").write_text("mine")
     code, _, errors = run_main(monkeypatch, capsys, *verb)
     assert code == 1 and "contains files other than an evaluation" in errors
-
-
-def test_conversations_are_not_drawn(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("a model was loaded"))
-    assert plan(folder / "source", out=tmp_path / "out", data="chat").settings["data"] == ("chat",)

@@ -42,23 +42,6 @@ def test_equal_scores_are_taken_in_order():
     assert plan.full.flatten().tolist() == [True] * 3 + [False] * 5
 
 
-@pytest.mark.parametrize("count", range(9))
-def test_quotas_divide_over_devices(count):
-    plan = compile_plan(SCORES, SINGLE, at_most(count), 4, 8, multiple=2)
-    assert all(int(layer.sum()) % 2 == 0 for layer in plan.full)
-    assert int(plan.full.sum()) == count // 2 * 2
-    if 2 <= count < 4:  # the pair of greatest mean: 0.9 and 0.5, or 0.8 and 0.6
-        pairs = [[[True, False, True, False], [False] * 4], [[False] * 4, [False, True, False, True]]]
-        assert plan.full.tolist() in pairs
-
-
-def test_quotas_that_divide_nothing_are_refused():
-    with pytest.raises(SurgeryError, match="does not divide the 4 KV heads"):
-        compile_plan(SCORES, SINGLE, at_most(4), 4, 8, multiple=3)
-    with pytest.raises(SurgeryError, match="share a latent"):
-        compile_plan(SCORES, [[(0, 1), (2, 3)]] * 2, at_most(4), 4, 8, multiple=2)
-
-
 def test_the_best_of_the_streaming_heads_are_compensated():
     plan = compile_plan(SCORES, SINGLE, at_most(2), 4, 8, compensated=0.5)
     assert plan.compensated.tolist() == [[False, False, True, False], [True, False, False, True]]

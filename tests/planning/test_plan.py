@@ -45,7 +45,6 @@ CASES = {
     "lowrank": {"kv_ratio": 0.5},
     "crosslayer": {"kv_ratio": 0.5, "group_size": 2, "block": 16, "sinks": 3, "window": 5},
     "hybrid": {"heads": "a pattern", "streaming": 0.5},
-    "hybrid, whole layers": {"heads": "a pattern", "granularity": "layer", "streaming": 0.5, "recent": 20},
     "hybrid, compensated": {"heads": "a pattern", "streaming": 0.75, "compensated": 0.4},
 }
 
@@ -72,15 +71,12 @@ def at_work(checkpoints):
 
 ALWAYS = "mla", "gqa", "lowrank", "crosslayer", "hybrid, compensated"
 """Cases that always run: the others differ less."""
-OF_ANY = [case for case in CASES if "whole layers" not in case]
-"""Of sources with biases too."""
 
 
 @pytest.mark.parametrize(
     ("family", "case"),
     [
-        *(pytest.param("llama_bias", case, marks=() if case in ALWAYS else pytest.mark.slow) for case in OF_ANY),
-        ("llama", "hybrid, whole layers"),
+        *(pytest.param("llama_bias", case, marks=() if case in ALWAYS else pytest.mark.slow) for case in CASES),
         pytest.param("qwen3", "mla", marks=pytest.mark.slow),
     ],
 )

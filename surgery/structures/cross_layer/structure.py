@@ -7,12 +7,11 @@ read as in the source.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from surgery.architectures.cross_layer import REASON, OwnCrossLayer, OwnSharedLatents
+from surgery.architectures.cross_layer import REASON, OwnCrossLayer
 from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.calibration.cross_layer_statistics import joint_moment
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
@@ -22,15 +21,7 @@ from surgery.families import LATENT_FAMILIES, any_family_of
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.latent_family import NORM
-from surgery.model.cross_layer_entry import (
-    CrossLayerEntry,
-    GroupEntry,
-    MergedPairEntry,
-    SharedLatentEntry,
-    SharedMLAEntry,
-)
-from surgery.model.parts import entries_of
-from surgery.reporting.report import SourceShape
+from surgery.model.cross_layer_entry import CrossLayerEntry, GroupEntry, MergedPairEntry, SharedMLAEntry
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
@@ -38,12 +29,6 @@ from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structur
 from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade, QuantizedCascade
-from surgery.structures.cross_layer.latents import (
-    LatentSource,
-    SimulatedOwnLatents,
-    joint_latent_moment,
-    latent_metrics,
-)
 from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
@@ -68,32 +53,24 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
 
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        self._groups, self._entries = self._planned()
-        self._writes = self._writer()
-
-    def _planned(self) -> tuple[tuple[tuple[int, int], ...], tuple[GroupEntry, ...]]:
-        """Return the groups, and the config entries of their first layers."""
-        return plan_groups(self.opened, self.settings)
-
-    def _writer(self) -> OwnCrossLayer:
-        opened, first = self.opened, self.opened.first
+        self._groups, self._entries = plan_groups(opened, settings)
+        first = opened.first
+        self._latent = isinstance(first, LatentAnatomy)
         width = first.rank if self._latent else first.kv_width
-        return OwnCrossLayer(self._groups, self._entries, (width,) * opened.layers, first.q.dtype)
-
-    @property
-    def _latent(self) -> bool:
-        return isinstance(self.opened.first, LatentAnatomy)
+        self._writes = OwnCrossLayer(self._groups, self._entries, (width,) * opened.layers, first.q.dtype)
 
     @classmethod
     def for_source(cls, config: Mapping[str, Any], settings: CrossLayerSettings) -> type[Structure]:
-        """Return the class for the method and the source: a cascade, or shared latents for custom MLA checkpoints."""
+        """Return the class for the method: a cascade, or this class."""
         if settings.method == "cascade":
             return QuantizedCascade if settings.bits == "auto" else Cascade
-        return SharedLatents if config.get("model_type") == MODEL_TYPE else cls
+        return cls
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> Source:
         """Open a checkpoint of a supported family, including MLA families for method xkv."""
+        if reader.config["model_type"] == MODEL_TYPE:
+            raise SurgeryError.at(reader.source, "its layers are converted already; convert its source --to crosslayer")
         if settings.method != "xkv" and reader.config["model_type"] in LATENT_FAMILIES:
             raise SurgeryError.at(reader.source, f"latents are shared with method xkv only, not {settings.method}")
         return Source.of(reader, settings, any_family_of(reader.config))
@@ -139,9 +116,6 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             return
         if work.texts.calibration is None:
             raise SurgeryError("method xkv requires calibration text: drop --calibration none", setting="method")
-        self._gather(work)
-
-    def _gather(self, work: ConversionContext) -> None:
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -238,72 +212,6 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 stream.run_layer(layers, hidden[SHARED], settings.batch_size)
             stream.run_layer(layers, hidden["source"], settings.batch_size)
         return errors, group_errors
-
-
-class SharedLatents(CrossLayer):
-    """Conversion of MLA checkpoints of the custom model class: latents share a basis, rotated keys stay unchanged."""
-
-    _latent = True
-
-    @classmethod
-    def open(cls, reader: CheckpointReader, settings: CrossLayerSettings) -> LatentSource:
-        """Open an MLA checkpoint of the custom model class."""
-        return LatentSource.open(reader, settings)
-
-    def _planned(self) -> tuple[tuple[tuple[int, int], ...], tuple[SharedLatentEntry, ...]]:
-        size, layers = self.settings.group_size, self.opened.layers
-        groups = tuple((i, min(i + size, layers)) for i in range(0, layers, size))
-        self._layer_entries = tuple(entry for group in groups for entry in self._group_entries(range(*group)))
-        return groups, tuple(self._layer_entries[start] for start, _ in groups)
-
-    def _group_entries(self, group: range) -> list[SharedLatentEntry]:
-        """Return the entries of a group's layers, which share a rank; latents and frequencies may differ."""
-        opened, settings = self.opened, self.settings
-        rotary_elements = sum(map(opened.positional, group))
-        rank = shared_rank(sum(map(opened.rank, group)), len(group), settings, rotary_elements)
-        latents = [entries_of(opened.config)[index] for index in group]
-        return [
-            SharedLatentEntry(
-                kv_lora_rank=latent.kv_lora_rank,
-                rope_inv_freq=latent.rope_inv_freq,
-                key_norm_eps=latent.key_norm_eps,
-                group_size=len(group),
-                place=member,
-                rank=rank,
-                block=settings.block,
-                sinks=settings.sinks,
-                window=settings.window,
-            )
-            for member, latent in enumerate(latents)
-        ]
-
-    def _writer(self) -> OwnSharedLatents:
-        widths = tuple(entry.kv_lora_rank for entry in self._layer_entries)
-        return OwnSharedLatents(self._groups, self._entries, widths, self.opened.weight_dtype, self._layer_entries)
-
-    def _gather(self, work: ConversionContext) -> None:
-        """Compute the loss metrics of all latents."""
-        if work.processes.is_main:  # these sweeps are not shared between processes
-            tokens = work.texts.calibration
-            self._metrics = latent_metrics(self.opened, tokens, work.store, self.settings, work.progress)
-
-    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Convert as any source; the shape for the report is that of a checkpoint of the custom model class."""
-        outcome, opened, dtype = super().convert_layers(work, writer), self.opened, self.opened.weight_dtype
-        num_bytes = kv_bytes_of(opened.reader.config, dtype)(1)
-        return replace(outcome, shape=SourceShape.of_config(opened.config, dtype, num_bytes))
-
-    def _new_tensors(self, group: int, basis: SharedBasis) -> dict[str, torch.Tensor]:
-        return self._writes.latent_tensors(group, basis, [torch.ones(len(up)) for up in basis.up])
-
-    def _basis(self, work: ConversionContext, start: int, stop: int, rank: int) -> SharedBasis:
-        moment = joint_latent_moment(self.opened, work.store, start, stop, self.settings.batch_size)
-        return shared_basis(moment, self._metrics[start:stop], rank)
-
-    def _simulated(self, layers: StreamedBlock, start: int, stop: int, rebuild: Rebuild) -> SimulatedGroup:
-        recent = (self.settings.block, self.settings.sinks, self.settings.window)
-        members = [SimulatedOwnLatents(layer.self_attn, *recent) for layer in layers.model.layers]
-        return SimulatedGroup(members, rebuild)
 
 
 def plan_groups(

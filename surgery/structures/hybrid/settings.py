@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
@@ -50,27 +49,8 @@ class HybridSettings(StructureSettings):
         section="Heads",
         advanced=True,
     )
-    granularity: Literal["head", "layer"] = setting(
-        "head",
-        "Unit that streams: single heads, or whole layers, in a stock class with sliding windows and no sinks.",
-        advanced=True,
-    )
-    heads_multiple: int = setting(
-        1, "Number that divides the full heads of every layer, for tensor parallelism.", least=1, advanced=True
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_ratio is not None and self.streaming is not None:
             raise SurgeryError("pass kv_ratio or streaming, not both", setting="streaming")
-        if self.granularity == "layer":
-            if self.sinks:
-                raise SurgeryError(
-                    "granularity layer: sliding windows of stock classes have no sinks; drop --sinks",
-                    setting="granularity",
-                )
-            if self.compensated or self.heads_multiple != 1:
-                raise SurgeryError(
-                    "granularity layer: compensated and heads_multiple require granularity head", setting="granularity"
-                )
-            object.__setattr__(self, "sinks", 0)

@@ -8,29 +8,31 @@ masks for the streaming heads. The written files are reloaded, run with their ca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from surgery.architectures.custom_class import MODEL_TYPE, own_config
-from surgery.architectures.hybrid import REASON, moved_tensors
-from surgery.architectures.sliding_layers import CARRIERS
-from surgery.checkpoint import CheckpointWriter
+from surgery.architectures.hybrid import REASON, StreamableModel, moved_tensors
+from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from surgery.common.errors import SurgeryError
+from surgery.common.progress import Progress
+from surgery.heads.import_patterns import read_pattern
+from surgery.heads.streaming import StreamingAttention
+from surgery.model.cache_layer import check_full_attention
 from surgery.model.hybrid_entry import HybridEntry
 from surgery.reporting.report import SourceShape
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.skeleton import skeleton
-from surgery.structures.base import Candidate, Outcome, Structure, TargetOption
+from surgery.running.source import OwnSource, Source
+from surgery.structures.base import Candidate, Forecast, Outcome, Structure, TargetOption, unchanged_tensors
 from surgery.structures.context import ConversionContext
+from surgery.structures.estimates import Demand
+from surgery.structures.hybrid.plan import layer_report, measure_plan, plan_heads
 from surgery.structures.hybrid.settings import HybridSettings
-from surgery.structures.hybrid.streaming import Streaming
-from surgery.structures.hybrid.whole_layers import WholeLayers
 from surgery.verification.flow import predicted_flow
 
 
-class Hybrid(Streaming):
+class Hybrid(Structure[Source | OwnSource, HybridSettings]):
     """Conversion to heads with full context next to streaming heads."""
 
     supports_multimodal = True
@@ -42,45 +44,92 @@ class Hybrid(Streaming):
         ),
     )
 
-    @classmethod
-    def for_source(cls, config: Mapping[str, Any], settings: HybridSettings) -> type[Structure]:
-        """Return the class for the granularity; whole layers stream in a stock class."""
-        if settings.granularity == "layer":
-            return WholeLayers
-        return cls
+    def __init__(self, opened: Source | OwnSource, settings: HybridSettings, progress: Progress):
+        super().__init__(opened, settings, progress)
+        reader = opened.reader
+        try:
+            check_full_attention(opened.config, "a hybrid of full and streaming heads")
+        except ValueError as error:
+            raise SurgeryError(f"{error}: convert --to lowrank or mla instead") from None
+        if settings.heads is None and settings.streaming != 1:
+            raise SurgeryError(
+                "no head pattern: create one with `surgery heads CKPT` and pass it with --heads, or let all heads "
+                "stream with --streaming 1"
+            )
+        model = StreamableModel.of(reader.path, reader.config, opened.config)
+        self._pattern = None if settings.heads is None else read_pattern(settings.heads)
+        self._context = settings.context or opened.config.max_position_embeddings
+        if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):
+            # Allowed: a source's pattern fits its conversions, and a base model's pattern its fine-tuned models.
+            progress.note(f"{settings.heads}: was scored on other weights, those of {self._pattern.model.get('name')}")
+        self._plan = plan_heads(model, self._pattern, settings, self._context, opened.weight_dtype.itemsize)
+        self._entries = model.entries(self._plan)
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return the candidates: streaming heads, and whole layers if a stock class mixes windowed and full layers."""
-        if config["model_type"] == MODEL_TYPE:
-            return []
-        layers = [Candidate({"granularity": "layer"})] if config["model_type"] in CARRIERS else []
-        return [Candidate({}), *layers]
+        """Return streaming heads as the candidate, for sources of a family."""
+        return [] if config["model_type"] == MODEL_TYPE else [Candidate({})]
 
-    @property
-    def _config(self) -> dict[str, Any]:
-        return own_config(self.opened.reader.config, self._entries)
+    @classmethod
+    def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
+        """Open a checkpoint of a supported family, of the custom model class or of stock ``deepseek_v3``."""
+        if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
+            return OwnSource.open(reader, settings)
+        return Source.of(reader, settings)
 
-    @property
-    def _reason(self) -> str:
-        return REASON
+    def forecast(self) -> Forecast:
+        """Forecast the conversion at the context of the settings; the result does not depend on the text."""
+        opened, config = self.opened, own_config(self.opened.reader.config, self._entries)
+        kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
+        return Forecast(
+            config=config,
+            tensors=unchanged_tensors(opened.reader, opened.config),
+            kv_bytes_per_token=kv_bytes,
+            model_type=config["model_type"],
+            reasons=[REASON],
+            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
+        )
+
+    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
+        """Return the source's tensor specs; at most the order of the heads changes."""
+        return unchanged_tensors(self.opened.reader, self.opened.config)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Measure the plan as masks on the source's attention, and write the heads in their new order."""
-        outcome, opened, dtype = super().convert_layers(work, writer), self.opened, self.opened.weight_dtype
+        opened, plan, pattern, dtype = self.opened, self._plan, self._pattern, self.opened.weight_dtype
+        config = own_config(opened.reader.config, self._entries)
+        hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
+        kv_bytes, whole = (kv_bytes_of(each, dtype)(self._context) for each in (config, opened.reader.config))
         for layer in work.layers():
-            for name, tensor in self._moved(layer).items():
-                writer.write(name, tensor)
-        kv_bytes = kv_bytes_of(opened.reader.config, dtype)(self._context) / self._context
-        return replace(
-            outcome,
+            if isinstance(self._entries[layer], HybridEntry):  # latents stay where they are
+                for name, tensor in moved_tensors(opened.reader, layer, plan.order(layer)).items():
+                    writer.write(name, tensor)
+        return Outcome(
+            config=config,
+            target={
+                "to": "hybrid",
+                "method": "streaming-llm" if pattern is None else pattern.method,
+                "model_type": config["model_type"],
+                "reasons": [REASON],
+                "sinks": plan.sinks,
+                "recent": plan.recent,
+                "heads": plan.full.numel(),
+                "full_heads": int(plan.full.sum()),
+                "compensated_heads": int(plan.compensated.sum()),
+                "context": self._context,
+                "kv_ratio_at_context": kv_bytes / whole,
+                "pattern": None if pattern is None else pattern.identity(),
+            },
+            layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
+            scores=scores,
+            simulated=hidden,
             custom_class=True,
-            shape=SourceShape.of_config(opened.config, dtype, kv_bytes),
-            flow=partial(predicted_flow, skeleton(outcome.config, opened.stream.dtype)),
+            shape=SourceShape.of_config(opened.config, dtype, whole / self._context),
+            flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
         )
 
-    def _moved(self, layer: int) -> dict[str, Tensor]:
-        """Return a layer's tensors with reordered heads; empty for layers without streaming heads or with latents."""
-        if not isinstance(self._entries[layer], HybridEntry):
-            return {}
-        return moved_tensors(self.opened.reader, layer, self._plan.order(layer))
+    def closed_form(self, work: ConversionContext, layer: int) -> StreamingAttention:
+        """Return the source's attention under the plan's masks."""
+        stream, plan = self.opened.stream, self._plan
+        anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
+        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])

@@ -10,7 +10,7 @@ from surgery.common.setting import setting
 from surgery.engines.limits import Engine
 from surgery.structures.settings import Allocation, StructureSettings, check_spectrum
 
-Method = Literal["fisher", "kv-heads", "procrustes", "mean-pool", "key-norm"]
+Method = Literal["fisher", "kv-heads", "mean-pool", "key-norm"]
 
 
 @dataclass(frozen=True)

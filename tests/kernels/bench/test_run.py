@@ -1,15 +1,13 @@
-"""A run over cases: the record, how configurations are tried. Speeds are a GPU's; see `-m gpu`."""
+"""A run over cases and its record. Speeds are a GPU's; see `-m gpu`."""
 
 import json
 
 import pytest
 import torch
 
-from surgery.kernels import tuned
-from surgery.kernels.bench import run, tuning
+from surgery.kernels.bench import run
 from surgery.kernels.bench.registry import cases
 from surgery.kernels.bench.run import Bench
-from surgery.kernels.launch import Config
 
 CPU = torch.device("cpu")
 
@@ -56,60 +54,6 @@ def test_decoding_is_held_against_the_fastest_attention_of_the_source():
     alone = [row("sdpa", 7.0), row("mla_decode", 2.0)]  # as with --no-baselines
     run._against_source(alone)
     assert alone[1]["speedup_over_source"] == 3.5
-
-
-@pytest.fixture
-def a_gpu(monkeypatch):
-    monkeypatch.setattr(tuned, "gpu_name", lambda device: "some-gpu")
-    monkeypatch.setattr(tuned, "_chosen", {})  # `use` adds to it for the rest of the process
-
-
-def test_candidates_reach_operators_and_leave_again(a_gpu):
-    with tuned.trying({"block_tokens": 32}) as keys:
-        assert tuned.tuned("op", "heads=1", CPU, Config(warps=8)) == Config(block_tokens=32, warps=8)
-    assert keys == {"op": "heads=1"}
-    assert tuned.tuned("op", "heads=1", CPU, Config()) == Config()
-    with tuned.trying({}):
-        assert tuned.tuned("op", "heads=1", CPU, Config()) == Config()
-    tuned.use("op", "heads=1", {"stages": 4})
-    assert tuned.tuned("op", "heads=1", CPU, Config()).stages == 4
-    assert tuned.tuned("op", "heads=2", CPU, Config()) == Config()
-
-
-def test_the_fastest_that_is_right_is_kept(a_gpu):
-    now = {}
-
-    def operator():
-        now["config"] = tuned.tuned("op", "heads=1", CPU, Config())
-        return now["config"]
-
-    def seconds():
-        config = operator()
-        if config.block_tokens == 128 and config.stages == 4:
-            raise RuntimeError("out of resource: shared memory")
-        return 1.0 / config.block_tokens + config.warps + (0.5 if config.splits != 8 else 0.0)
-
-    def is_right():
-        return operator().stages != 3
-
-    key, best, attempts = tuning.tune("op", seconds, is_right, splits=True, out_of_time=lambda: False)
-    assert key == "heads=1"
-    assert best == {"block_tokens": 128, "warps": 4, "stages": 2, "splits": 8}
-    assert sum("refused" in each for each in attempts) == 2
-    assert all(each["seconds"] is None for each in attempts if each["config"].get("stages") == 3)
-    assert tuning.tune("other", seconds, is_right, splits=False, out_of_time=lambda: False) is None
-    assert tuning.tune("op", seconds, is_right, splits=False, out_of_time=lambda: True) is None
-
-
-def test_tuned_files_grow(tmp_path, a_gpu, monkeypatch):
-    path = tmp_path / "some-gpu.json"
-    tuning.write_tuned(path, "op", "heads=1", {"stages": 3})
-    tuning.write_tuned(path, "op", "heads=2", {"warps": 8, "splits": None})
-    tuned._chosen.clear()
-    assert [file.name for file in tmp_path.iterdir()] == ["some-gpu.json"]
-    monkeypatch.setenv("SURGERY_TUNED", str(tmp_path))
-    assert tuned.tuned("op", "heads=1", CPU, Config()).stages == 3
-    assert tuned.tuned("op", "heads=2", CPU, Config(splits=4)) == Config(warps=8)
 
 
 @pytest.mark.gpu

@@ -1,33 +1,23 @@
-"""Base of hybrid conversions by head and by layer: the plan of a pattern, and its simulation by attention masks."""
+"""The plan of full and streaming heads from a pattern, and its simulation by attention masks."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import BoolTensor, Tensor
 
-from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.architectures.hybrid import StreamableModel, compensation_bytes
 from surgery.calibration.held_out import Score
 from surgery.calibration.texts import Texts
-from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.heads.import_patterns import read_pattern
 from surgery.heads.pattern import HeadPattern, count_of
 from surgery.heads.plan import HeadPlan, compile_plan
-from surgery.heads.streaming import StreamingAttention, mixed_output
-from surgery.model.cache_layer import check_full_attention
+from surgery.heads.streaming import mixed_output
 from surgery.running.attention_tap import AttentionCall, tap_attention
-from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import OwnSource, Source
-from surgery.structures.base import Forecast, Outcome, Structure, unchanged_tensors
-from surgery.structures.context import ConversionContext
-from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.stages import ERROR_SEQUENCES
 
@@ -64,103 +54,6 @@ class HybridLayerReport:
         """Return the values of the layer's row in the printed table."""
         kinds = (self.full_heads, self.streaming_heads, self.compensated_heads)
         return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
-
-
-class Streaming(Structure[Source | OwnSource, HybridSettings]):
-    """Abstract base class of conversions to heads with full context next to streaming heads."""
-
-    def __init__(self, opened: Source | OwnSource, settings: HybridSettings, progress: Progress):
-        super().__init__(opened, settings, progress)
-        reader = opened.reader
-        try:
-            check_full_attention(opened.config, "a hybrid of full and streaming heads")
-        except ValueError as error:
-            raise SurgeryError(f"{error}: convert --to lowrank or mla instead") from None
-        if settings.heads is None and settings.streaming != 1:
-            raise SurgeryError(
-                "no head pattern: create one with `surgery heads CKPT` and pass it with --heads, or let all heads "
-                "stream with --streaming 1"
-            )
-        model = self._with_units(StreamableModel.of(reader.path, reader.config, opened.config))
-        self._pattern = None if settings.heads is None else read_pattern(settings.heads)
-        self._context = settings.context or opened.config.max_position_embeddings
-        if self._pattern is not None and self._pattern.model.get("sha256") not in (None, reader.fingerprint()):
-            # Allowed: a source's pattern fits its conversions, and a base model's pattern its fine-tuned models.
-            progress.note(f"{settings.heads}: was scored on other weights, those of {self._pattern.model.get('name')}")
-        self._plan = plan_heads(model, self._pattern, settings, self._context, opened.weight_dtype.itemsize)
-        self._entries = model.entries(self._plan)
-
-    def _with_units(self, model: StreamableModel) -> StreamableModel:
-        """Return the model with the units that may stream; by default its heads."""
-        return model
-
-    @property
-    @abstractmethod
-    def _config(self) -> dict[str, Any]:
-        """config.json of the result."""
-
-    @property
-    @abstractmethod
-    def _reason(self) -> str:
-        """Reason for the target class."""
-
-    @classmethod
-    def open(cls, reader: CheckpointReader, settings: HybridSettings) -> Source | OwnSource:
-        """Open a checkpoint of a supported family, of the custom model class or of stock ``deepseek_v3``."""
-        if reader.config.get("model_type") in (MODEL_TYPE, "deepseek_v3"):
-            return OwnSource.open(reader, settings)
-        return Source.of(reader, settings)
-
-    def forecast(self) -> Forecast:
-        """Forecast the conversion at the context of the settings; the result does not depend on the text."""
-        opened, config = self.opened, self._config
-        kv_bytes = kv_bytes_of(config, opened.weight_dtype)(self._context) / self._context
-        return Forecast(
-            config=config,
-            tensors=unchanged_tensors(opened.reader, opened.config),
-            kv_bytes_per_token=kv_bytes,
-            model_type=config["model_type"],
-            reasons=[self._reason],
-            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
-        )
-
-    def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Return the source's tensor specs; at most the order of the heads changes."""
-        return unchanged_tensors(self.opened.reader, self.opened.config)
-
-    def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Measure the plan as masks on the source's attention."""
-        opened, plan, pattern, config = self.opened, self._plan, self._pattern, self._config
-        hidden, scores, errors = measure_plan(opened, plan, work.texts, self.settings, work.progress)
-        sizes = (config, opened.reader.config)
-        kv_bytes, whole = (kv_bytes_of(each, opened.weight_dtype)(self._context) for each in sizes)
-        return Outcome(
-            config=config,
-            target={
-                "to": "hybrid",
-                "method": "streaming-llm" if pattern is None else pattern.method,
-                "model_type": config["model_type"],
-                "reasons": [self._reason],
-                "sinks": plan.sinks,
-                "recent": plan.recent,
-                "heads": plan.full.numel(),
-                "full_heads": int(plan.full.sum()),
-                "compensated_heads": int(plan.compensated.sum()),
-                "heads_multiple": self.settings.heads_multiple,
-                "context": self._context,
-                "kv_ratio_at_context": kv_bytes / whole,
-                "pattern": None if pattern is None else pattern.identity(),
-            },
-            layers=[layer_report(layer, plan, pattern, error) for layer, error in enumerate(errors)],
-            scores=scores,
-            simulated=hidden,
-        )
-
-    def closed_form(self, work: ConversionContext, layer: int) -> StreamingAttention:
-        """Return the source's attention under the plan's masks."""
-        stream, plan = self.opened.stream, self._plan
-        anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
-        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])
 
 
 def plan_heads(
@@ -203,15 +96,7 @@ def plan_heads(
         return model.bytes_at(full, context, window, itemsize, extra) <= budget
 
     units = [[unit.heads for unit in layer] for layer in model.units]
-    plan = compile_plan(
-        scores,
-        units,
-        affordable,
-        sinks,
-        recent,
-        multiple=settings.heads_multiple,
-        compensated=settings.compensated,
-    )
+    plan = compile_plan(scores, units, affordable, sinks, recent, settings.compensated)
     if plan.full.all():
         raise SurgeryError("no head streams with this budget: lower --kv-ratio, or use the source unchanged")
     return plan
