@@ -8,7 +8,7 @@ from typing import Any
 from surgery.checkpoint.config_file import arguments
 from surgery.common.errors import SurgeryError
 from surgery.families import family_around
-from surgery.families.base import MTP_LAYERS
+from surgery.families.base import MTP_LAYERS, Family
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.parts import entry_of
 
@@ -29,12 +29,13 @@ def own_config(source: dict[str, Any], entries: Sequence[LayerEntry], **more: An
 
 def _rope_layers(source: dict[str, Any]) -> dict[str, list[int]]:
     """Return `no_rope_layers`, 1 where a layer has RoPE, if the family's config does not show it to the model class."""
-    from transformers import CONFIG_MAPPING
+    family = family_around(source["model_type"])
+    if family is None or family.rotates is Family.rotates:  # every layer has RoPE
+        return {}
+    from transformers import CONFIG_MAPPING  # late: slow to import
 
     from surgery.model.rotary import has_rope
 
-    if (family := family_around(source["model_type"])) is None:
-        return {}
     config = CONFIG_MAPPING[source["model_type"]](**arguments(source))
     layers = range(config.num_hidden_layers)
     rotates = [int(family.rotates(config, layer)) for layer in layers]

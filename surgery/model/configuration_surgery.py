@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import transformers
 from transformers import PreTrainedConfig
 
-from .attention_functions import has_learned_sinks
 from .layer_entry import LayerEntry, caches_latents
 from .logit_factor import CAPPED
 from .parts import KINDS, entry_of, loaded, part
@@ -187,8 +186,6 @@ def _check_attention_layers(config: PreTrainedConfig) -> None:
 def _family_problem(config: PreTrainedConfig, entry: LayerEntry) -> str | None:
     if caches_latents(config) != (entry.kind == "cross_layer_mla"):
         return f"{entry.kind} does not fit a base model {'with' if caches_latents(config) else 'without'} MLA"
-    if entry.streams and has_learned_sinks(config):
-        return "heads with learned sinks cannot stream"
     return None
 
 

@@ -11,7 +11,14 @@ from torch import nn
 from transformers import DynamicCache
 
 from .attention_choice import check_attention, check_weights, flash_problem
-from .attention_functions import ConvertedAttention, family_attention_class, has_output_gate, is_flash, own_softmax
+from .attention_functions import (
+    ConvertedAttention,
+    family_attention_class,
+    has_learned_sinks,
+    has_output_gate,
+    is_flash,
+    own_softmax,
+)
 from .cache_argument import CACHE_NAMES
 from .cache_layer import CacheLayer, Call, hook_calls
 from .cache_prediction import CachedLayer
@@ -101,6 +108,8 @@ def convert_decoder(decoder: nn.Module, config: SurgeryConfig) -> None:
         if entry.kind is not None:
             if not entry.has_gate and has_output_gate(layer.self_attn):
                 raise ValueError(f"{entry.kind} does not support the output gate of {config.base_model_type}")
+            if entry.streams and has_learned_sinks(config):
+                raise ValueError("heads with learned sinks cannot stream")
             converted = family_attention_class(attention_class(entry), type(layer.self_attn))
             layer.self_attn = converted(layer.self_attn, entry)
     _connect(decoder)

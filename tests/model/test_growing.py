@@ -99,6 +99,6 @@ def test_padding_is_read_once_and_follows_rows():
     assert (padding.tolist(), padding.least, padding.most, padding.has_gaps) == ([2, 0, 1], 0, 2, True)
     assert not LeftPadding.of_mask(mask[:2]).has_gaps
     rows = padding.on(torch.device("cpu"))
-    assert padding.on(torch.device("cpu")) is rows and padding.on(rows.device, torch.int32).dtype == torch.int32
+    assert padding.on(torch.device("cpu")) is rows
     selection = padding.changed(lambda each: each[[2, 2]])
     assert (selection.tolist(), selection.least, selection.most) == ([1, 1], 0, 2)
