@@ -150,7 +150,7 @@ class _Lockstep(Processes):
 def _within_forward(accelerator: Accelerator, module: nn.Module, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Call `run` in place of the trained module's forward pass and return its result.
 
-    Under FSDP2 and ZeRO-3, weights outside the layers (embeddings, head) are gathered only during a forward pass of the
+    Under FSDP2, weights outside the layers (embeddings, head) are gathered only during a forward pass of the
     outermost module.
     """
     inner = accelerator.unwrap_model(module)
