@@ -45,7 +45,10 @@ class LatentRows(RowCache):
     ):
         super().__init__(config, quantizer, inv_freq, **settings)
         self.in_latents = in_latents
-        self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, inv_freq)
+        device = torch.device(get_current_vllm_config().device_config.device)
+        self.blocks = None
+        if device.type == "cpu":
+            self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, inv_freq)
         self.fields = fields_of(self.entry)
         if self.layout.unpacked:
             positions = get_current_vllm_config().model_config.max_model_len
@@ -76,7 +79,7 @@ class LatentRows(RowCache):
         """Yield the spans of a batch and their outputs; on a CPU, few queries of a request read its rows in blocks."""
         for span, rows, exact in self.packed(kv_cache, metadata):
             queries = query[span.tokens]
-            if span.new <= MOST_QUERIES and rows.device.type == "cpu":
+            if self.blocks is not None and span.new <= MOST_QUERIES:
                 yield span, self.in_latents(queries, partial(self._in_blocks, rows=rows, exact=exact, span=span))
             else:
                 vectors = self.vectors(rows, exact, span)
