@@ -14,7 +14,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from surgery_vllm.managers import register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,4 @@ class FirstTokensManager(SingleTypeKVCacheManager):
         return tuple([block, *later] for block in first), length
 
 
-# vLLM registers its built-in managers only while the registry is empty. The engine core may be a process that only
-# unpickles the specs, which imports this module, so importing it has to register the manager.
-KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(FirstTokensSpec, FirstTokensManager)
+register(FirstTokensSpec, FirstTokensManager)

@@ -7,7 +7,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from surgery_vllm.managers import register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,4 @@ class SinkWindowManager(SlidingWindowManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-# vLLM registers its built-in managers only while the registry is empty. The engine core may be a process that only
-# unpickles the specs, which imports this module, so importing it has to register the manager.
-KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)
+register(SinkWindowSpec, SinkWindowManager)
