@@ -6,14 +6,13 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 from surgery.common.errors import SurgeryError
 
 LEVEL = 0.95
-NORMAL = 1.959964
-"""Half-width of the normal interval at `LEVEL`, in standard errors."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ def paired_difference(measured: Sequence[float], baseline: Sequence[float]) -> D
     if np.isin(pair, (0, 1)).all():
         total = samples + 2
         middle = differences.sum() / total
-        half = NORMAL * math.sqrt((np.abs(differences).sum() + 1) / total - middle**2) / math.sqrt(total)
+        normal = NormalDist().inv_cdf((1 + LEVEL) / 2)
+        half = normal * math.sqrt((np.abs(differences).sum() + 1) / total - middle**2) / math.sqrt(total)
         return Difference(mean, float(max(middle - half, -1)), float(min(middle + half, 1)), samples)
     half = student_t(samples - 1, LEVEL) * float(differences.std(ddof=1)) / math.sqrt(samples)
     return Difference(mean, mean - half, mean + half, samples)

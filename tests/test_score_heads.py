@@ -402,7 +402,7 @@ def test_errors_are_one_line(case, source, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_two_processes_give_the_scores_of_one(tmp_path):
-    """Of a method without training, whose steps have a sequence for each process."""
+    """A method without training: steps of a training have a sequence for each process."""
     source = make_checkpoint(tmp_path / "source", "llama")
     out, shared = tmp_path / "two.safetensors", ("--method", "induction", "--samples", 3)
     result = two_processes("heads", source, *FLAGS, *shared, "--seeds", 2, "--json", "--out", out)

@@ -11,7 +11,7 @@ the vocabulary, by the data processing inequality, and equals it for k = V.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 
 import torch
@@ -28,7 +28,6 @@ Teacher = States | TopK
 """Teacher at the student's positions: hidden states with a head, or cached top-k logits."""
 
 ON_LOGITS = ("kl", "cross_entropy")
-PARTS = (*ON_LOGITS, "hidden", "layerwise")
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,9 @@ class ObjectiveWeights(FileSettings):
     def needs_teacher(self) -> bool:
         """Return whether a loss compares with the teacher's distribution."""
         return bool(self.kl)
+
+
+PARTS = tuple(each.name for each in fields(ObjectiveWeights))
 
 
 def predicting(labels: LongTensor) -> BoolTensor:

@@ -23,7 +23,7 @@ def test_students_t_is_the_tables(freedom, level, tabulated):
 
 @pytest.mark.parametrize("samples", [4, 16])
 def test_intervals_cover_what_they_claim(samples):
-    """Of 2,000 draws of normal differences, 95% of the intervals contain the mean (standard error 0.5%)."""
+    """95% of the intervals of 2,000 draws of normal differences contain the mean (standard error 0.5%)."""
     draws = np.random.default_rng(0).normal(0.1, 0.5, (2000, samples))
     intervals = [paired_difference(draw, np.zeros(samples)) for draw in draws]
     assert np.mean([each.low <= 0.1 <= each.high for each in intervals]) == pytest.approx(0.95, abs=0.015)
