@@ -1,7 +1,7 @@
 """Conversion of a GGUF file's tokenizer to Hugging Face tokenizer files.
 
-The rules are those of llama.cpp's ``src/llama-vocab.cpp``. transformers' conversion has others: it
-chooses by model type, adds a space at the start of a text only, and ignores ``add_space_prefix``.
+The rules are those of llama.cpp's ``src/llama-vocab.cpp``. The conversion of transformers 5.24 fails for SentencePiece
+files without merges, which llama.cpp reads.
 """
 
 from __future__ import annotations

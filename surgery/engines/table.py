@@ -61,7 +61,7 @@ def _on_gguf(verdict: Verdict, reader: CheckpointReader) -> Verdict:
     if verdict.engine == in_transformers.NAME:
         folder, name = (json.dumps(str(part), ensure_ascii=False) for part in (file.parent, file.name))
         command = f'AutoModelForCausalLM.from_pretrained({folder}, gguf_file={name}, dtype="auto")'
-        reason = "its own loader of GGUF files drops biases, RoPE scaling and windows of some models"
+        reason = "its own loader of GGUF files drops biases and RoPE scaling of some models"
     elif verdict.engine == llama_cpp.NAME:
         command = f"llama-server -m {shlex.quote(str(file))}"
         if verdict.loads and reader.dequantised_from is None:

@@ -62,6 +62,15 @@ def test_logits_are_those_of_transformers_own_loader(tmp_path, name, kind):
             assert torch.equal(actual_logits, model(TOKENS).logits)
 
 
+@pytest.mark.parametrize("name", ["llama_bias", "llama_linear", "llama_yarn"])
+def test_transformers_own_loader_drops_biases_and_scaling(tmp_path, name):
+    model = make_model(name)
+    path = write_gguf(tmp_path / "tiny.gguf", model)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    assert not torch.allclose(logits(tmp_path, "auto", gguf_file=path.name), expected, atol=1e-3)
+
+
 def test_every_way_to_read_gives_the_same(tmp_path, monkeypatch):
     reader = CheckpointReader.open(write_gguf(tmp_path / "tiny.gguf", make_model("llama_bias"), "Q8_0"))
     whole = reader.tensors("")
