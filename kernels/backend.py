@@ -28,7 +28,7 @@ def interpreted() -> bool:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Return the reason why no kernel can run on these tensors, or None if one can; None arguments are skipped."""
+    """Return the reason why no Triton kernel can run on these tensors, or None; None arguments are skipped."""
     present = [tensor for tensor in tensors if tensor is not None]
     if not has_triton():
         return "triton is not installed"

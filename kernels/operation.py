@@ -15,7 +15,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 
-from surgery.kernels.backend import refusal, tell_once
+from surgery.kernels import cpu
+from surgery.kernels.backend import DTYPES, refusal, tell_once
 from surgery.kernels.launch import naming
 from surgery.kernels.plan import TENSORS, Cache, Growth, Layout, Plan, Results, Run
 
@@ -23,9 +24,9 @@ from surgery.kernels.plan import TENSORS, Cache, Growth, Layout, Plan, Results, 
 class Operation:
     """Operator `surgery::<name>` with the signature of its reference: runs Triton kernels, or else the reference.
 
-    Calls are planned once (`plan.py`) and launched without PyTorch's dispatcher, unless the operator must stay visible:
-    to `torch.compile`, autograd, dispatch modes or tensor subclasses. Operators have no gradient: a backward pass
-    raises PyTorch's error.
+    On a CPU it runs C++ once that is loaded (`cpu.py`). Calls are planned once (`plan.py`) and launched without
+    PyTorch's dispatcher, unless the operator must stay visible: to `torch.compile`, autograd, dispatch modes or tensor
+    subclasses. Operators have no gradient: a backward pass raises PyTorch's error.
 
     Args:
         reference: PyTorch implementation; the schema is inferred from its annotated signature.
@@ -116,6 +117,9 @@ class Operation:
         tensors = [value for value in values if isinstance(value, Tensor)]
         if any(tensor.is_meta for tensor in tensors):
             return lambda values, _: self.registered(*values)
+        if cpu.runs(self._name, *tensors) and values[0].dtype in DTYPES:
+            kernel = getattr(torch.ops.surgery_cpu, self._name)
+            return lambda values, _: kernel(*values)
         reason = refusal(*tensors) or self._unsupported(call)
         if reason:
             return lambda values, _: (tell_once(self._name, reason), self._reference(*values))[1]

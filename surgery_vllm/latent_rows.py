@@ -14,17 +14,17 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 
 from surgery.kernels.lowrank_decode.reference import rotation_tables
-from surgery.kernels.mla_decode.packed_operator import within_lanes
+from surgery.kernels.mla_decode.packed_operator import mla_decode_packed, within_lanes
 from surgery.kernels.pack_rows.operator import pack_rows
 from surgery.kernels.unpack_rows.operator import unpack_rows
-from surgery.model.blockwise_rows import MOST_QUERIES, BlockwiseRows
+from surgery.model.blockwise_rows import MOST_QUERIES
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
-from surgery.model.token_quantizer import TokenQuantizer, gains_in, with_gains
+from surgery.model.token_quantizer import TokenQuantizer, with_gains
 from surgery_vllm.backend import PagedMetadata
 from surgery_vllm.rows import RowCache
 from surgery_vllm.spans import Span
-from surgery_vllm.steps import logged, over_pages, refusal_of_kernels
+from surgery_vllm.steps import logged, over_pages, refusal_of_cpu_kernels, refusal_of_kernels
 
 
 class LatentRows(RowCache):
@@ -45,13 +45,11 @@ class LatentRows(RowCache):
     ):
         super().__init__(config, quantizer, inv_freq, **settings)
         self.in_latents = in_latents
-        device = torch.device(get_current_vllm_config().device_config.device)
-        self.blocks = None
-        if device.type == "cpu":
-            self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, inv_freq)
+        vllm_config = get_current_vllm_config()
+        device, positions = torch.device(vllm_config.device_config.device), vllm_config.model_config.max_model_len
+        self.on_cpu = device.type == "cpu" and not self.layout.unpacked and logged(refusal_of_cpu_kernels()) is None
         self.fields = fields_of(self.entry)
-        if self.layout.unpacked:
-            positions = get_current_vllm_config().model_config.max_model_len
+        if self.layout.unpacked or self.on_cpu:
             self.rotation = rotation_tables(inv_freq, positions) if len(inv_freq) else None
 
     def refusal_of(self, layers: Sequence[LayerEntry], vllm_config: VllmConfig) -> str | None:
@@ -69,50 +67,39 @@ class LatentRows(RowCache):
 
     def pack(self, vectors: Tensor) -> Tensor:
         """Pack values and gains [T, r + ρ + G] into rows [T, bytes], by a kernel if steps run in one."""
-        if not self.layout.unpacked:
+        if not (self.layout.unpacked or self.on_cpu):
             return super().pack(vectors)
         values, gains = vectors.tensor_split([self.entry.format.channels], dim=-1)
         rows = pack_rows(values[None], self.quantizer.step, self.quantizer.mean, self.fields)[0]
         return with_gains(rows, gains) if gains.shape[-1] else rows
 
     def outputs(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the spans of a batch and their outputs; on a CPU, few queries of a request read its rows in blocks."""
-        for span, rows, exact in self.packed(kv_cache, metadata):
+        """Yield the spans of a batch and their outputs; on a CPU, few queries of a request read its packed rows."""
+        for span, of_first in self.spans(metadata):
             queries = query[span.tokens]
-            if self.blocks is not None and span.new <= MOST_QUERIES:
-                yield span, self.in_latents(queries, partial(self._in_blocks, rows=rows, exact=exact, span=span))
+            if self.on_cpu and span.new <= MOST_QUERIES:
+                yield span, self.in_latents(queries, partial(self._over_rows, kv_cache, span, of_first))
             else:
-                vectors = self.vectors(rows, exact, span)
+                vectors = self.vectors(*self.packed(kv_cache, span, of_first), span)
                 yield span, self.attend(queries.to(vectors.dtype), vectors, span)
 
-    def _in_blocks(self, query: Tensor, rows: Tensor, exact: Tensor | None, span: Span) -> Tensor:
-        """Compute outputs [B·T, H, r] fp32 of rotated queries [B·T, H, r + ρ] over rows [B, S, bytes]."""
-        query = (query.float() * self.impl.scale).unflatten(0, (len(rows), -1)).transpose(1, 2)
-        visible = torch.arange(rows.shape[1]) < span.seq_lens[:, None, None] - torch.arange(span.new).flip(0)[:, None]
-        if exact is None:
-            exact = query.new_empty(len(rows), 0, query.shape[-1])
-        else:  # arbitrary after the end of a request
-            exact = exact[:, : rows.shape[1]]
-            exact = torch.where(visible[:, -1, : exact.shape[1], None], exact, 0)
-        gains = None
-        if rows.shape[-1] > self.entry.format.row_bytes:
-            gains = gains_in(rows, self.entry.format.row_bytes).float().mT  # [B, G, S]
-            gains = gains.repeat_interleave(query.shape[1] // gains.shape[1], dim=1)[:, :, None]
-        start = torch.zeros(1, dtype=torch.long)
-        # A block of one request stays in the CPU's cache.
-        outputs = [
-            self.blocks.attend(
-                query[one],
-                rows[one],
-                exact[one],
-                self.quantizer,
-                start,
-                mask=visible[one, None],
-                gains=None if gains is None else gains[one],
-            )
-            for one in (slice(request, request + 1) for request in range(len(rows)))
-        ]
-        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+    def _over_rows(self, kv_cache: Tensor, span: Span, of_first: Span, query: Tensor) -> Tensor:
+        """Compute outputs [B·T, H, r] of rotated queries [B·T, H, r + ρ] over the packed rows of their requests."""
+        pages, lengths = span.table()
+        out, _ = mla_decode_packed(
+            query.unflatten(0, (len(pages), -1)),
+            self._rows(kv_cache).view(torch.int16),
+            self.quantizer.step,
+            self.quantizer.mean,
+            self.impl.scale,
+            fields=self.fields,
+            rank=self.entry.kv_lora_rank,
+            rotation=self.rotation,
+            exact=self._exact(of_first.pages).to(query.dtype) if self.entry.first_tokens else None,
+            lengths=lengths,
+            pages=pages,
+        )
+        return out.flatten(0, 1)
 
     def step(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Tensor:
         """Compute outputs [B, H, ·] of queries [B, H, ·], whose tokens are in the cache already."""
@@ -122,8 +109,7 @@ class LatentRows(RowCache):
         tokens = blocks.unflatten(1, (self.layout.page, -1))
         latent, rope_key, exact = tokens[..., :rank], tokens[..., rank:channels], None
         if self.entry.first_tokens:
-            of_first, first = self._first()
-            exact = first.index_select(0, of_first.steps.pages[:, 0].clamp(min=0))
+            exact = self._exact(self._first()[0].steps.pages)
         unpack_rows(
             rows,
             self.quantizer.step,

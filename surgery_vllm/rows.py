@@ -125,21 +125,27 @@ class RowCache(PageCache):
 
     def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
         """Yield the spans of a batch and their vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
-        for span, rows, exact in self.packed(kv_cache, metadata):
-            yield span, self.vectors(rows, exact, span)
+        for span, of_first in self.spans(metadata):
+            yield span, self.vectors(*self.packed(kv_cache, span, of_first), span)
 
     def vectors(self, rows: Tensor, exact: Tensor | None, span: Span) -> Tensor:
-        """Dequantize what `packed` yields to vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
+        """Dequantize what `packed` returns to vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
         return vectors_of(rows, self.quantizer, self.inv_freq, exact, span.seq_lens)
 
-    def packed(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor, Tensor | None]]:
-        """Yield the spans of a batch, their rows [B, S, bytes], and their first tokens [B, first, r + ρ] or None."""
-        first, pages = self._first() if self.entry.first_tokens else (metadata, None)
+    def spans(self, metadata: PagedMetadata) -> Iterator[tuple[Span, Span]]:
+        """Yield the spans of a batch, each with that of first tokens (itself without first tokens)."""
+        first = self._first()[0] if self.entry.first_tokens else metadata
         # Both KV cache groups divide a batch into the same spans, since their pages hold equally many tokens.
-        for span, of_first in zip(metadata.spans, first.spans, strict=True):
-            rows = gathered(self._rows(kv_cache), span.pages)[:, : span.longest]
-            exact = None if pages is None else gathered(pages, of_first.pages[:, :1])
-            yield span, rows, exact
+        return zip(metadata.spans, first.spans, strict=True)
+
+    def packed(self, kv_cache: Tensor, span: Span, of_first: Span) -> tuple[Tensor, Tensor | None]:
+        """Return the rows [B, S, bytes] of a span, and its first tokens [B, first, r + ρ] or None."""
+        rows = gathered(self._rows(kv_cache), span.pages)[:, : span.longest]
+        return rows, self._exact(of_first.pages) if self.entry.first_tokens else None
+
+    def _exact(self, pages: Tensor) -> Tensor:
+        """Return the first tokens [B, first, r + ρ] of requests, by their block table [B, n] of first tokens."""
+        return self._first()[1].index_select(0, pages[:, 0].clamp(min=0))
 
     def values_at(self, kv_cache: Tensor, slots: Tensor) -> Tensor:
         """Read back the values [T, r + ρ] fp32 of new tokens by their slots [T]."""

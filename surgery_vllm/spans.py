@@ -68,6 +68,11 @@ class Span:
         return key_offset > query_offset[..., None]
 
     @once
+    def table(self) -> tuple[Tensor, Tensor]:
+        """Return block table [B, n] and lengths [B] as the kernels take them, int32."""
+        return self.pages.to(torch.int32), self.seq_lens.to(torch.int32)
+
+    @once
     def positions(self) -> Tensor:
         """Return the positions [B·longest] of all tokens, request by request."""
         return torch.arange(self.longest, device=self.pages.device).repeat(len(self.pages))

@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from surgery.kernels import cpu
 from surgery.kernels.backend import refusal
 from surgery.kernels.mla_decode.operator import mla_decode
 from surgery_vllm.backend import PagedBuilder, PagedMetadata, Steps
@@ -91,6 +92,11 @@ def logged(reason: str | None) -> str | None:
 def refusal_of_kernels(dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why no kernel runs for a dtype and device; None if kernels run."""
     return f"{KERNELS}=0" if os.environ.get(KERNELS) == "0" else refusal(torch.empty(0, dtype=dtype, device=device))
+
+
+def refusal_of_cpu_kernels() -> str | None:
+    """Return why no C++ kernel runs on this CPU; None if they are loaded."""
+    return f"{KERNELS}=0" if os.environ.get(KERNELS) == "0" else cpu.load()
 
 
 def refusal_of_model(vllm_config: VllmConfig, device: torch.device) -> str | None:

@@ -17,7 +17,8 @@ from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_l
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
-from surgery.kernels.backend import refusal
+from surgery.kernels import cpu
+from surgery.kernels.backend import DTYPES, interpreted, refusal
 from surgery.model.attention_functions import own_softmax
 from surgery.model.cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
 from surgery.model.cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
@@ -50,23 +51,24 @@ class Acceleration:
 
 
 def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
-    """Run a model's decode steps on the Triton kernels; prompts and plain heads stay on PyTorch's attention.
+    """Run a model's decode steps on this package's kernels; prompts and plain heads stay on PyTorch's attention.
 
-    Supports stock `deepseek_v3` (reading its latents as cached) and the custom model class. Saved checkpoints are
-    unaffected. An accelerated model is left unchanged.
+    Supports stock `deepseek_v3` (reading its latents as cached) and the custom model class. On a CPU only MLA in bits
+    has a kernel; the first call on a machine compiles it, which needs a C++ compiler and takes about 20 seconds. Saved
+    checkpoints are unaffected. An accelerated model is left unchanged.
 
     Args:
         compare: run a short text with and without kernels, and restore the model if the logits differ by more than
             rounding.
 
     Returns:
-        Operation of each layer and measured error. If the model stays unchanged (no GPU, no Triton, float64, logit
-        caps, learned sinks, plain heads alone), `refused` has the reason, which is also logged.
+        Operation of each layer and measured error. If the model stays unchanged (no kernel for its device, float64,
+        logit caps, learned sinks, plain heads alone), `refused` has the reason, which is also logged.
     """
     if hasattr(model, STATE):
         return getattr(model, STATE)[1]
     parameter = next(model.parameters())
-    reason = refusal(parameter)
+    reason = _refusal(parameter, _attentions(model))
     if reason is None and not _supports_attention_functions(model):
         reason = f"{type(model).__name__} does not support custom attention functions"
     if reason is None and own_softmax(model.config):
@@ -136,6 +138,16 @@ CHANGED = (DeepseekV3Attention, *WITHOUT, *(kind for kind, *_ in KERNELS))
 """Attention classes whose cache is not plain heads."""
 
 
+def _refusal(parameter: torch.Tensor, attentions: list[nn.Module]) -> str | None:
+    """Return the reason why no kernel runs on the device and in the dtype of a parameter, or None."""
+    if parameter.device.type != "cpu" or interpreted() or parameter.dtype not in DTYPES:
+        return refusal(parameter)
+    kinds = tuple(kind for kind, _, operation in KERNELS if operation in cpu.OPERATIONS)
+    if not any(isinstance(module, kinds) for module in attentions):
+        return "tensors are on the cpu device, where only MLA in bits has a kernel"
+    return cpu.load()
+
+
 def _accelerate_module(module: nn.Module) -> str:
     """Accelerate one attention module; return its operation, or the reason why it keeps its own code."""
     if isinstance(module, WITHOUT):
@@ -150,6 +162,8 @@ def _accelerate_module(module: nn.Module) -> str:
         if isinstance(module, kind):
             if getattr(module, "streaming", None):
                 return "not accelerated: latents of streaming heads"
+            if refusal(module.o_proj.weight) and operation not in cpu.OPERATIONS:
+                return f"not accelerated: {operation} has no kernel for CPUs"
             if kind in WHY_NOT and (reason := WHY_NOT[kind](module)):
                 return f"not accelerated: {reason}"
             module.kernel = kernel

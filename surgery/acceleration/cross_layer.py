@@ -47,7 +47,9 @@ def cross_layer_kernel(
     """
     rows, _, queries, _ = query.shape
     layer = None if cache is None else cache.layers[module.layer_idx]
-    if not isinstance(layer, GroupLayer) or not is_step(module, query, queries) or not readable(query, module.k_norm):
+    if not isinstance(layer, GroupLayer) or not readable(query, module.k_norm):
+        return None
+    if not is_step(module, query, queries, "lowrank_decode"):
         return None
     if real is not None:
         tokens = tokens * real[:, None, :, None].to(tokens.dtype)

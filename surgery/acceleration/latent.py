@@ -26,7 +26,7 @@ def latent_kernel(
         mask: as in `row_bounds`.
     """
     queries = query.shape[2]
-    if cache is None or (queries > 1 and module.sliding_window) or not is_step(module, query, queries):
+    if cache is None or (queries > 1 and module.sliding_window) or not is_step(module, query, queries, "mla_decode"):
         return None
     query = query.transpose(1, 2)
     latent, positional = cache.update(latent, positional, module.layer_idx)

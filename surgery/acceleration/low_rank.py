@@ -59,7 +59,7 @@ def low_rank_kernel(
         mask: as in `row_bounds`.
     """
     queries = query.shape[2]
-    if cache is None or not is_step(module, query, queries):
+    if cache is None or not is_step(module, query, queries, "lowrank_decode"):
         return None
     if not readable(query, module.k_norm, module.key_up, module.value_up):
         return None

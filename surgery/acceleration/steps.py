@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from surgery.kernels import cpu
 from surgery.kernels.backend import refusal
 
 MOST_QUERIES = 16
@@ -12,13 +13,13 @@ MOST_QUERIES = 16
 absorbed or rebuilt heads take more of it than expanded ones."""
 
 
-def is_step(module: nn.Module, query: Tensor, queries: int) -> bool:
-    """Return whether decode kernels support a call with `queries` new tokens: few, no gradients, no dropout, a GPU."""
+def is_step(module: nn.Module, query: Tensor, queries: int, operation: str) -> bool:
+    """Return whether a kernel of `operation` runs `queries` new tokens: few, no gradients or dropout, on its device."""
     if queries > MOST_QUERIES or (torch.is_grad_enabled() and query.requires_grad):
         return False
     if module.training and getattr(module, "attention_dropout", 0.0):
         return False
-    return refusal(query) is None
+    return cpu.runs(operation, query) or refusal(query) is None
 
 
 def readable(query: Tensor, *modules: nn.Module | None) -> bool:

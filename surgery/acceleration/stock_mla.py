@@ -49,7 +49,7 @@ def surgery_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, PASSES_LATENTS, False):
-        if is_step(module, query, query.shape[2]) and readable(query, module.kv_b_proj):
+        if is_step(module, query, query.shape[2], "mla_decode") and readable(query, module.kv_b_proj):
             return _absorbed(module, query, key, value, attention_mask, scale), None
         key, value = type(module).expand_kv(module, key, value)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)

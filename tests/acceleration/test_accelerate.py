@@ -25,7 +25,7 @@ from written_models import WRITTEN
 from surgery import registration
 from surgery.acceleration import accelerate, decelerate
 from surgery.acceleration.accelerate import STATE
-from surgery.kernels import backend
+from surgery.kernels import backend, cpu
 from surgery.kernels.plan import Plan
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 
@@ -136,6 +136,31 @@ def test_rows_in_bits(name, calls):
     agree(*(decode(each, cache, 10) for each, cache in zip((model, twin), caches, strict=True)), 1e-4)
     assert {"unpack_rows_kernel", "mla_decode_kernel", "pack_rows_kernel"} <= set(calls)
     assert torch.equal(*(cache.layers[0].keys for cache in caches))
+
+
+@pytest.mark.parametrize("name", ["rows_latent_key_norm", "rows_latent"])
+def test_rows_in_bits_on_a_cpu(name, monkeypatch):
+    """C++ kernels: the same logits, padded rows included, and the same bytes in the cache."""
+    if cpu.load() is not None:
+        pytest.skip(cpu.load())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model, twin = WRITTEN[name](), WRITTEN[name]()
+    result = accelerate(model)
+    assert result.refused is None and result.error < 1e-5 and set(result.layers) == {"mla_decode_packed"}
+    caches = [DynamicCache(config=each.config) for each in (model, twin)]
+    model.model.layers[0].self_attn.blocks = None  # of the comparison without kernels
+    with only_kernels():
+        agree(*(decode(each, cache, 10) for each, cache in zip((model, twin), caches, strict=True)), 1e-4)
+    assert torch.equal(*(cache.layers[0].keys for cache in caches))
+    assert model.model.layers[0].self_attn.blocks is None and twin.model.layers[0].self_attn.blocks is not None
+
+
+def test_a_cpu_without_kernels(monkeypatch):
+    """No kernel for low rank, or no compiler: PyTorch's code stays, with the reason."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "only MLA in bits" in accelerate(KINDS["low_rank"](tiny_source("llama"))).refused
+    monkeypatch.setattr(cpu, "load", lambda: "no compiler")
+    assert accelerate(WRITTEN["rows_latent"]()).refused == "no compiler"
 
 
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=SLOW) for family in ("llama", "mixtral"))])

@@ -1,5 +1,6 @@
 """Latent attention over packed rows: the kernel against its reference, that against the cache that it serves."""
 
+import shutil
 from itertools import chain
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from kernel_checks import assert_close, only_kernels
 from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 
+from surgery.kernels import cpu
 from surgery.kernels.launch import Config
 from surgery.kernels.lowrank_decode.reference import rotation_tables
 from surgery.kernels.mla_decode import packed_kernel as kernel
@@ -94,12 +96,25 @@ def run(arguments, splits=1, chunk=16, block_tokens=16):
     return out, lse
 
 
+def run_on_cpu(arguments):
+    """The C++ kernel; None without it."""
+    if arguments["query"].device.type != "cpu" or cpu.load() is not None:
+        return None
+    return torch.ops.surgery_cpu.mla_decode_packed(**apart(arguments))
+
+
 def check(arguments, **cut):
-    """The kernel against the reference in float64."""
+    """The kernels against the reference in float64; return the Triton kernel's results."""
     result, expected = run(arguments, **cut), packed_latent_attention(**wide(apart(arguments)))
-    assert_close("out", result[0], expected[0], units=6)
-    assert_close("lse", result[1], expected[1], units=LSE_UNITS[arguments["query"].dtype])
+    for out, lse in filter(None, (run_on_cpu(arguments), result)):
+        assert_close("out", out, expected[0], units=6)
+        assert_close("lse", lse, expected[1], units=LSE_UNITS[arguments["query"].dtype])
     return result
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_cpu_kernels_compile():
+    assert cpu.load() is None
 
 
 @pytest.mark.parametrize(
@@ -177,12 +192,25 @@ def test_what_nothing_sees_is_never_used(device):
     arguments = inputs(SHORT, batch=4, gains=2, device=device)
     arguments |= {"lengths": ints(60, 33, 0, 2, device=device), "starts": ints(20, 0, 0, 0, device=device)}
     arguments |= {"exact_starts": ints(20, 0, 0, 0, device=device)}
-    clean = check(arguments, splits=2)
+    clean, clean_on_cpu = check(arguments, splits=2), run_on_cpu(arguments)
     assert clean[0][2].abs().max() == 0 and (clean[1][2] == -torch.inf).all()
     token = torch.arange(60, device=device)
     arguments["rows"][(token >= arguments["lengths"][:, None]) | (token < arguments["starts"][:, None])] = -1
     arguments["exact"][3, 2], arguments["exact"][2] = torch.nan, torch.nan
     assert all(map(torch.equal, clean, run(arguments, splits=2)))
+    assert clean_on_cpu is None or all(map(torch.equal, clean_on_cpu, run_on_cpu(arguments)))
+
+
+@pytest.mark.parametrize("total", [300, 1100])
+def test_long_texts_on_several_threads(total):
+    """Parts of a text that threads read, in tiles and turns of the queries; more heads than a vector has lanes."""
+    if cpu.load() is not None:
+        pytest.skip(cpu.load())
+    arguments = inputs(EVERY, heads=20, tokens=2, total=total)
+    out, lse = run_on_cpu(arguments)
+    expected = packed_latent_attention(**wide(apart(arguments)))
+    assert_close("out", out, expected[0], units=6)
+    assert_close("lse", lse, expected[1], units=6)
 
 
 def test_the_reference_reads_what_the_cache_holds():
@@ -243,6 +271,9 @@ def test_packed_bytes_are_those_of_the_quantizer(dtype, device):
     values[1, 0], values = 1e6, values.to(dtype)
     fields = tuple(chain.from_iterable(quantizer.format.fields()))
     assert torch.equal(pack_rows(values, quantizer.step, quantizer.mean, fields), quantizer.encode(values))
+    if device.type == "cpu" and cpu.load() is None:
+        on_cpu = torch.ops.surgery_cpu.pack_rows(values, quantizer.step, quantizer.mean, fields)
+        assert torch.equal(on_cpu, quantizer.encode(values))
 
 
 EXAMPLES = {
