@@ -21,9 +21,12 @@ from torch import Tensor
 from surgery.kernels.backend import interpreted
 from surgery.kernels.plan import forget_plans
 
-SOURCES = ("mla_decode/packed_cpu.cpp", "pack_rows/cpu.cpp")
-OPERATIONS = frozenset({"mla_decode_packed", "pack_rows"})
-"""Operations with a C++ kernel."""
+OPERATIONS = {
+    "lowrank_decode_packed": "lowrank_decode/lowrank_decode_packed.cpp",
+    "mla_decode_packed": "mla_decode/mla_decode_packed.cpp",
+    "pack_rows": "pack_rows/pack_rows.cpp",
+}
+"""Operations with a C++ kernel, and its source."""
 
 ARCHITECTURES = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
 """Compiler flags by PyTorch's name of the instruction set; a build for `native` might not run on another machine."""
@@ -49,8 +52,9 @@ def load() -> str | None:
     global _loaded
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ["-O3", "-fopenmp", *ARCHITECTURES.get(capability, ())]
-    sources = [Path(__file__).parent / source for source in SOURCES]
-    facts = [torch.__version__, *flags, *(source.read_text() for source in sources)]
+    sources = [Path(__file__).parent / source for source in OPERATIONS.values()]
+    headers = [Path(__file__).parent / "packed_rows.h"]
+    facts = [torch.__version__, *flags, *(source.read_text() for source in (*headers, *sources))]
     name = f"surgery_cpu_{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:16]}"
     try:
         library = _folder() / f"{name}.so"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,11 @@ from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_l
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
+from surgery.acceleration.quantized_low_rank import (
+    CPU_ALONE,
+    quantized_low_rank_kernel,
+    why_not_quantized_low_rank,
+)
 from surgery.kernels import cpu
 from surgery.kernels.backend import DTYPES, interpreted, refusal
 from surgery.model.attention_functions import own_softmax
@@ -82,7 +88,8 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     before = model.config._attn_implementation
     stock_mla.register()
     model.set_attn_implementation(stock_mla.NAME)
-    layers = tuple(_accelerate_module(module) for module in _attentions(model))
+    attentions = _attentions(model)
+    layers = tuple(_accelerate_module(module, attentions) for module in attentions)
     setattr(model, STATE, (before, Acceleration(layers)))
     if plain is None:
         return getattr(model, STATE)[1]
@@ -108,28 +115,21 @@ def decelerate(model: PreTrainedModel) -> None:
             module.__dict__.pop(name, None)
 
 
-KERNELS: tuple[tuple[type[nn.Module], Callable, str], ...] = (
-    (CrossLayerAttention, cross_layer_kernel, "lowrank_decode"),
-    (QuantizedLatentAttention, quantized_latent_kernel, "mla_decode_packed"),
-    (LatentAttention, latent_kernel, "mla_decode"),
-    (LowRankAttention, low_rank_kernel, "lowrank_decode"),
+KERNELS: tuple[tuple[type[nn.Module], Callable, str, Callable[..., str | None]], ...] = (
+    (CrossLayerAttention, cross_layer_kernel, "lowrank_decode", why_not_cross_layer),
+    (QuantizedLatentAttention, quantized_latent_kernel, "mla_decode_packed", why_not_quantized_latent),
+    (LatentAttention, latent_kernel, "mla_decode", why_not_latent),
+    (QuantizedLowRankAttention, quantized_low_rank_kernel, CPU_ALONE, why_not_quantized_low_rank),
+    (LowRankAttention, low_rank_kernel, "lowrank_decode", why_not_low_rank),
 )
-"""Attention classes, functions that run their kernel, and its operation. The first matching class wins."""
-
-WHY_NOT = {
-    QuantizedLatentAttention: why_not_quantized_latent,
-    LatentAttention: why_not_latent,
-    LowRankAttention: why_not_low_rank,
-    CrossLayerAttention: why_not_cross_layer,
-}
-"""Checks by attention class; each returns the reason why a layer cannot use its kernel, or None."""
+"""Attention classes, functions that run their kernel, its operation, and functions that return why a layer cannot use
+it, or None. The first matching class wins."""
 
 WITHOUT = (
     PromptBasisAttention,
     MergedPairAttention,
     CrossLayerLatentAttention,
     CrossLayerFamilyLatents,
-    QuantizedLowRankAttention,
     HybridAttention,
 )
 
@@ -140,34 +140,48 @@ CHANGED = (DeepseekV3Attention, *WITHOUT, *(kind for kind, *_ in KERNELS))
 
 def _refusal(parameter: torch.Tensor, attentions: list[nn.Module]) -> str | None:
     """Return the reason why no kernel runs on the device and in the dtype of a parameter, or None."""
-    if parameter.device.type != "cpu" or interpreted() or parameter.dtype not in DTYPES:
+    if not _in_cpp(parameter):
         return refusal(parameter)
-    kinds = tuple(kind for kind, _, operation in KERNELS if operation in cpu.OPERATIONS)
-    if not any(isinstance(module, kinds) for module in attentions):
-        return "tensors are on the cpu device, where only MLA in bits has a kernel"
+    if not any(operation in cpu.OPERATIONS for module in attentions for _, _, operation, _ in _kernels(module)):
+        return "tensors are on the cpu device, where only layers in bits have kernels"
     return cpu.load()
 
 
-def _accelerate_module(module: nn.Module) -> str:
+def _in_cpp(parameter: torch.Tensor) -> bool:
+    """Return whether the kernels for a parameter's device and dtype are those in C++."""
+    return parameter.device.type == "cpu" and not interpreted() and parameter.dtype in DTYPES
+
+
+def _kernels(module: nn.Module) -> list[tuple]:
+    """Return the row of `KERNELS` for a module, in a list; empty if there is none."""
+    return [] if isinstance(module, WITHOUT) else [row for row in KERNELS if isinstance(module, row[0])][:1]
+
+
+def _accelerate_module(module: nn.Module, attentions: list[nn.Module]) -> str:
     """Accelerate one attention module; return its operation, or the reason why it keeps its own code."""
+    in_cpp = _in_cpp(module.o_proj.weight)
     if isinstance(module, WITHOUT):
         return f"not accelerated: no kernel for {type(module).__bases__[0].__name__}"
-    if isinstance(module, DeepseekV3Attention):
+    if isinstance(module, DeepseekV3Attention) and not in_cpp:
         if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:
             return "not accelerated: kv_b_proj is not a plain linear layer without bias"
         setattr(module, stock_mla.PASSES_LATENTS, True)
         module.expand_kv = _unexpanded
         return "mla_decode"
-    for kind, kernel, operation in KERNELS:
-        if isinstance(module, kind):
-            if getattr(module, "streaming", None):
-                return "not accelerated: latents of streaming heads"
-            if refusal(module.o_proj.weight) and operation not in cpu.OPERATIONS:
-                return f"not accelerated: {operation} has no kernel for CPUs"
-            if kind in WHY_NOT and (reason := WHY_NOT[kind](module)):
-                return f"not accelerated: {reason}"
-            module.kernel = kernel
-            return operation
+    for kind, kernel, operation, why_not in _kernels(module):
+        if operation not in cpu.OPERATIONS if in_cpp else operation == CPU_ALONE:
+            return f"not accelerated: {operation} has no kernel for this device"
+        if getattr(module, "streaming", None):
+            return "not accelerated: latents of streaming heads"
+        members = [module]
+        if kind is QuantizedLowRankAttention:
+            # A layer of a cascade reads what those before it leave for it, so all of them run the kernel or none.
+            members, number = [each for each in attentions if isinstance(each, kind)], attentions.index(module)
+            kernel = partial(kernel, group=attentions[number - module.shared_layers : number + 1])
+        if reason := next(filter(None, map(why_not, members)), None):
+            return f"not accelerated: {reason}"
+        module.kernel = kernel
+        return operation
     return "not accelerated: plain heads, which PyTorch's attention reads"
 
 

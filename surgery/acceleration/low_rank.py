@@ -22,6 +22,13 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 def why_not_low_rank(module: LowRankAttention) -> str | None:
     """Return the reason why no kernel supports a layer, or None."""
+    if module.shares_latents or module.shared_layers:
+        return "several layers of a cascade read the latents"
+    return why_not_rebuilt(module)
+
+
+def why_not_rebuilt(module: LowRankAttention) -> str | None:
+    """Return the reason why no kernel rebuilds the keys of a layer, or None."""
     (rotary,) = module.rotary
     kind = getattr(rotary, "rope_type", "default")
     if kind not in FIXED_ROPE:
@@ -30,8 +37,6 @@ def why_not_low_rank(module: LowRankAttention) -> str | None:
         return "the key norm is not an RMSNorm per head"
     if not rotates_plainly(module):
         return "RoPE does not rotate whole heads in half-split pairs"
-    if module.shares_latents or module.shared_layers:
-        return "several layers of a cascade read the latents"
     if module.sliding_window:
         return "the layer has a sliding window"
     return None

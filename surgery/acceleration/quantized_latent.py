@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.acceleration.latent import why_not_latent
 from surgery.acceleration.low_rank import rotation_of
@@ -48,7 +48,7 @@ def quantized_latent_kernel(
     queries = query.shape[2]
     if (queries > 1 and module.sliding_window) or not is_step(module, query, queries, "mla_decode_packed"):
         return None
-    step, mean, fields = module.quantizer.step, module.quantizer.mean, _fields(module)
+    step, mean, fields = module.quantizer.step, module.quantizer.mean, fields_of(module)
     new = pack_rows(values[:, 0], step, mean, fields)[:, None]
     if module.key_norm_eps is not None:
         new = with_gains(new, module._key_irms(hidden_states))
@@ -64,7 +64,7 @@ def quantized_latent_kernel(
         rank=module.kv_lora_rank,
         rotation=rotation_of(module.rotary, module.config, rows.shape[2]) if module.rope_dim else None,
         exact=first[:, 0].to(query.dtype),
-        exact_starts=_first_positions(layer.padding, query.device),
+        exact_starts=first_positions(layer.padding, query.device),
         lengths=lengths,
         starts=starts,
         window=module.sliding_window,
@@ -72,17 +72,17 @@ def quantized_latent_kernel(
     return out
 
 
-def _fields(module: QuantizedLatentAttention) -> tuple[int, ...]:
-    """Return the cached `fields` argument of `mla_decode_packed` for a layer."""
+def fields_of(module: nn.Module) -> tuple[int, ...]:
+    """Return the cached `fields` argument of `mla_decode_packed` for a layer in bits."""
     fields = module.__dict__.get("_surgery_fields")
     if fields is None:
         fields = module.__dict__["_surgery_fields"] = tuple(chain.from_iterable(module.quantizer.format.fields()))
     return fields
 
 
-def _first_positions(padding: LeftPadding, device: torch.device) -> Tensor | None:
+def first_positions(padding: LeftPadding, device: torch.device) -> Tensor | None:
     """Return the position of each row's first token that is no padding, int32 [B]; None without padding."""
     if not padding.most:
         return None
     positions = padding.on(device)
-    return once(positions, _first_positions, lambda: positions.to(torch.int32))
+    return once(positions, first_positions, lambda: positions.to(torch.int32))

@@ -1,0 +1,156 @@
+// `mla_decode_packed` on CPUs; arguments and results as in packed_operator.py.
+//
+// A tile of tokens is unpacked to fp32, multiplied by the queries and, weighted, added to the sums. Steps and means of
+// latents are folded into queries and outputs, so that a tile holds centered codes. Shared keys are dequantized and
+// rotated by their position modulo `STEP`, queries back by the rest.
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Half.h>
+#include <torch/library.h>
+
+#include "../packed_rows.h"
+
+namespace {
+
+using namespace packed_rows;
+
+// Queries of one batch row, transposed: element c of all lanes is at c * lanes.
+struct Queries {
+  std::vector<float> scaled;    // [channels, lanes]; those of shared keys are turned, all real parts first
+  std::vector<float> pairs;     // [2 * pairs, lanes], not turned
+  std::vector<float> constant;  // [lanes], share of the means in every score
+
+  Queries(const Rows& rows, int64_t rank, int64_t used, int64_t lanes, const float* query, float scale)
+      : scaled(rows.channels * lanes), pairs((rows.channels - rank) * lanes), constant(lanes) {
+    for (int64_t lane = 0; lane < used; lane++, query += rows.channels) {
+      for (int64_t c = 0; c < rank; c++) {
+        scaled[c * lanes + lane] = scale * query[c] * rows.step[c];
+        constant[lane] += scale * query[c] * rows.mean[c];
+      }
+      for (int64_t c = rank; c < rows.channels; c++) pairs[(c - rank) * lanes + lane] = scale * query[c];
+    }
+  }
+};
+
+// Rotates a shared key to a position: all real parts, then all imaginary ones.
+void rotate(const Rotations& rotations, const float* __restrict key, int64_t position, float* __restrict real) {
+  const float *cosine = rotations.cosines(position), *sine = rotations.sines(position);
+  float* __restrict imaginary = real + rotations.pairs;
+  int64_t pair = 0;
+  for (; pair + WIDTH <= rotations.pairs; pair += WIDTH) {
+    const Floats low = load(key + 2 * pair), high = load(key + 2 * pair + WIDTH);
+    const Floats x = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const Floats y = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    const Floats c = load(cosine + pair), s = load(sine + pair);
+    store(real + pair, x * c - y * s);
+    store(imaginary + pair, x * s + y * c);
+  }
+  for (; pair < rotations.pairs; pair++) {
+    real[pair] = key[2 * pair] * cosine[pair] - key[2 * pair + 1] * sine[pair];
+    imaginary[pair] = key[2 * pair] * sine[pair] + key[2 * pair + 1] * cosine[pair];
+  }
+}
+
+// Reads tokens as the queries expect them: codes of the latent, and the rotated shared key.
+struct Reader {
+  const Rows& rows;
+  const Rotations* rotations;
+  int64_t rank;
+  const Field* keys;            // first field of the shared key
+  std::vector<uint8_t> bytes;   // of a row, with room for a vector
+  std::vector<float> key;       // before its rotation, with room for vectors
+
+  Reader(const Rows& rows, const Rotations* rotations, int64_t rank)
+      : rows(rows), rotations(rotations), rank(rank), keys(rows.fields.data()), bytes(rows.row_bytes + WIDTH),
+        key(rows.channels - rank + 2 * WIDTH) {
+    for (int64_t channel = 0; channel < rank; keys++) channel += keys->count;
+  }
+
+  void read(int64_t batch_row, int64_t position, float* token) {
+    const int64_t width = rows.channels - rank;
+    if (const float* exact = rows.full_precision(batch_row, position)) {
+      for (int64_t c = 0; c < rank; c++) token[c] = (exact[c] - rows.mean[c]) / rows.step[c];
+      std::copy(exact + rank, exact + rows.channels, key.data());
+    } else {
+      std::memcpy(bytes.data(), rows.row(batch_row, position), rows.row_bytes);
+      unpack(rows.fields.data(), keys, bytes.data(), token);
+      unpack(keys, rows.fields.data() + rows.fields.size(), bytes.data(), key.data());
+      const float *mean = rows.mean + rank, *step = rows.step + rank;
+      for (int64_t c = 0; c < width; c++) key[c] = mean[c] + step[c] * key[c];
+    }
+    if (rotations) rotate(*rotations, key.data(), position, token + rank);
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> mla_decode_packed(
+    const at::Tensor& query, const at::Tensor& packed, const at::Tensor& step, const at::Tensor& mean, double scale,
+    at::IntArrayRef fields, int64_t rank, const std::optional<at::Tensor>& within,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& exact,
+    const std::optional<at::Tensor>& exact_starts, const std::optional<at::Tensor>& lengths,
+    const std::optional<at::Tensor>& starts, const std::optional<at::Tensor>& pages, std::optional<int64_t> window) {
+  const int64_t batch = query.size(0), tokens = query.size(1), heads = query.size(2), used = tokens * heads;
+  const int64_t lanes = padded(used);
+  const Rows rows(packed, fields, step, mean, exact, exact_starts, pages);
+  const int64_t stride = padded(rows.channels) + WIDTH;
+  const std::optional<Rotations> rotations = within ? std::make_optional<Rotations>(*within, *begins) : std::nullopt;
+  std::vector<int64_t> token_of(lanes, -1);
+  for (int64_t lane = 0; lane < used; lane++) token_of[lane] = lane / heads;
+  const Visible visible(batch, tokens, rows.capacity, token_of, lengths, starts, window);
+  const at::Tensor wide = floats(query);
+  std::vector<Queries> queries;
+  for (int64_t row = 0; row < batch; row++)
+    queries.emplace_back(rows, rank, used, lanes, wide.const_data_ptr<float>() + row * used * rows.channels, scale);
+
+  const std::vector<Part> parts = over_tokens(visible, rank, [&](int64_t row, int64_t start, int64_t end, Part& part) {
+    Queries own = queries[row];
+    Reader reader(rows, rotations ? &*rotations : nullptr, rank);
+    std::vector<float> tile(TILE * stride), scores(TILE * lanes);
+    for (int64_t begin = -1, stop; start < end; start = stop) {
+      stop = std::min(end, (start / TILE + 1) * TILE);
+      const int64_t count = stop - start;
+      if (rotations && start / STEP != begin) {
+        begin = start / STEP;
+        float *real = &own.scaled[rank * lanes], *imaginary = real + rotations->pairs * lanes;
+        rotations->turn_back(begin, lanes, own.pairs.data(), own.pairs.data() + lanes, 2 * lanes, real, imaginary);
+      }
+      for (int64_t n = 0; n < count; n++) reader.read(row, start + n, &tile[n * stride]);
+      multiply(count, rows.channels, tile.data(), stride, own.scaled.data(), lanes, scores.data(), lanes);
+      for (int64_t n = 0; n < count; n++) {
+        float* score = &scores[n * lanes];
+        const uint8_t* gains = rows.row(row, start + n) + rows.row_bytes;
+        for (int64_t lane = 0; rows.gains && lane < used; lane++) {
+          c10::Half gain;
+          std::memcpy(&gain, gains + lane % heads * rows.gains / heads * sizeof(gain), sizeof(gain));
+          score[lane] = (score[lane] + own.constant[lane]) * static_cast<float>(gain);
+        }
+        visible.hide(row, start + n, score);
+      }
+      part.weigh(count, scores.data());
+      part.add(count, tile.data(), stride, scores.data(), 0, used);
+    }
+  });
+
+  const at::Tensor out = at::empty({batch, tokens, heads, rank}, at::kFloat);
+  const at::Tensor lse = at::empty({batch, tokens, heads}, at::kFloat);
+  float *to = out.mutable_data_ptr<float>(), *logarithm = lse.mutable_data_ptr<float>();
+  for (int64_t row = 0; row < batch; row++)
+    for (int64_t lane = 0; lane < used; lane++) {
+      const Part& part = parts[row];
+      const bool sees = part.total[lane] > 0;
+      const float factor = sees ? 1.0f / part.total[lane] : 0.0f, *sums = &part.sums[lane * part.width];
+      for (int64_t c = 0; c < rank; c++) *to++ = sees ? rows.mean[c] + rows.step[c] * sums[c] * factor : 0.0f;
+      const float constant = rows.gains ? 0.0f : queries[row].constant[lane];
+      *logarithm++ = sees ? std::log(part.total[lane]) + part.highest[lane] + constant : LOWEST;
+    }
+  return {out.to(query.scalar_type()), lse};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(surgery_cpu, library) {
+  library.def(
+      "mla_decode_packed(Tensor query, Tensor rows, Tensor step, Tensor mean, float scale, int[] fields, int rank, "
+      "Tensor? within=None, Tensor? begins=None, Tensor? exact=None, Tensor? exact_starts=None, "
+      "Tensor? lengths=None, Tensor? starts=None, Tensor? pages=None, int? window=None) -> (Tensor, Tensor)");
+  library.impl("mla_decode_packed", at::kCPU, &mla_decode_packed);
+}
