@@ -2,7 +2,7 @@
 
 Checks, configuration, splits, grids and arguments follow from dtypes, devices, shapes, strides and settings: the key of
 a plan. A plan stays valid while a sequence grows. For the token dimension the key holds the bit length of its size,
-since splits change at powers of two only (`split_count.py`); for strides that depend on that size, the properties that
+since splits change at powers of two only (`split_count`); for strides that depend on that size, the properties that
 Triton specializes on. A plan reads the size and these strides from every call.
 """
 

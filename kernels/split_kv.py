@@ -24,7 +24,6 @@ from torch import Tensor
 
 from surgery.kernels.launch import Config, Launch
 from surgery.kernels.online_softmax import LN2, LOG2E
-from surgery.kernels.split_count import split_count
 
 
 def processors(device: torch.device) -> int:
@@ -121,3 +120,24 @@ def split_tokens(low, length, split, splits, BLOCK: tl.constexpr):
     each = tl.cdiv(tl.cdiv(length - low, splits), BLOCK) * BLOCK
     start = low + split * each
     return start, tl.minimum(start + each, length)
+
+
+LEAST_TOKENS = 512
+"""Minimum tokens per split; below, writing and reading its fp32 partial result takes longer than the split saves."""
+
+MOST_SPLITS = 128
+
+
+def split_count(programs: int, tokens: int, processors: int) -> int:
+    """Return the number of splits for up to two waves of programs, with at least `LEAST_TOKENS` tokens per split.
+
+    Args:
+        programs: programs of the launch without splits.
+        tokens: capacity of a row in the cache, not its current length.
+        processors: streaming multiprocessors of the GPU.
+
+    Returns:
+        A power of two from 1 to `MOST_SPLITS`, so that few kernels are compiled.
+    """
+    count = min(2 * processors // max(programs, 1), tokens // LEAST_TOKENS, MOST_SPLITS)
+    return 1 << (max(count, 1).bit_length() - 1)

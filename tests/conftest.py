@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported, as in surgery.common.threads, whose package would import it.
+# Before torch is imported, as in surgery.own_program, whose package would import it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # On two cores, two workers of two threads each would mostly wait for each other.

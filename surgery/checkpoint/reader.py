@@ -248,7 +248,7 @@ class CheckpointReader:
             SurgeryError: the file cannot be read, or the disk is full.
         """
         if isinstance(self._store, GgufStore | DequantizedStore | CastStore):
-            from surgery.checkpoint.dequantized_copy import dequantized_copy
+            from surgery.checkpoint.dequantized_store import dequantized_copy
 
             return dequantized_copy(self)
         return self.path if self._underlying is None else self._underlying.model_folder()

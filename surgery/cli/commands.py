@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -180,7 +182,6 @@ def _shared(
         **values: Any,
     ) -> None:
         from surgery.checkpoint.layout import FOLLOW_LINKS
-        from surgery.common.environment import environment
         from surgery.common.progress import QUIET, VERBOSE
 
         # `surgery inspect` has a --verbose of its own.
@@ -200,3 +201,18 @@ def _shared(
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     setattr(called, ADVANCED, [each.name for each in parameters if ADVANCED in get_args(each.annotation)])
     return called
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set environment variables for the block and restore their previous values at its end."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,6 +1,6 @@
 """Definition of a setting in a single place: a dataclass field with its name, type and default, and :func:`setting`.
 
-Validation, command-line options (surgery.cli.generated) and default settings files (surgery.common.settings_page) are
+Validation, command-line options (surgery.cli.generated) and default settings files (surgery.cli.shipped) are
 generated from the fields. Frozen dataclasses are used instead of pydantic: importing pydantic with one model takes
 0.4 s, as long as all of `surgery --help`; settings are copied with `dataclasses.replace`; and pydantic's messages would
 have to be rewritten as single lines.

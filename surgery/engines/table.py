@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines import in_transformers, llama_cpp, mlx, sglang, vllm
 from surgery.engines.facts import Facts
+from surgery.engines.number_formats import ruinous_formats
 from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
 
 if TYPE_CHECKING:
@@ -91,3 +93,37 @@ def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
             message = f"{verdict.engine} cannot serve it: {verdict.reason}"
             hint = "surgery inspect, which lists the conversions that it supports"
             raise SurgeryError(f"--engine {engine}: {message}", setting="engine", hint=hint)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Verdicts of all engines on one checkpoint.
+
+    Attributes:
+        ruined_by: weight or cache formats in which the checkpoint produces garbage, as far as its tensors show.
+    """
+
+    path: str
+    facts: Facts
+    verdicts: tuple[Verdict, ...]
+    ruined_by: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        engines = [verdict.to_dict() for verdict in self.verdicts]
+        facts = {"path": self.path, "kind": self.facts.kind, **asdict(self.facts)}
+        return {**facts, "engines": engines, "ruined_by": list(self.ruined_by)}
+
+
+def diagnose(checkpoint: str | Path) -> Diagnosis:
+    """Collect the engines' verdicts from config.json, and for stock MLA ruinous formats from the latent projections.
+
+    Raises:
+        SurgeryError: there is no checkpoint, or its config lacks an entry that the verdicts need.
+    """
+    opened = CheckpointReader.open(checkpoint)
+    reader = opened.as_stored
+    try:
+        answers = tuple(verdicts_on(reader, str(checkpoint)))
+        return Diagnosis(str(checkpoint), Facts.of(reader.config), answers, tuple(ruinous_formats(opened)))
+    except KeyError as error:
+        raise SurgeryError.at(reader.source, f"config.json: {error} is missing") from None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from surgery.checkpoint.pictures import save_figure
+from surgery.checkpoint.disk import written_whole
+from surgery.common.pictures import check_picture, marking
 from surgery.structures.registry import find_target
 
 if TYPE_CHECKING:
@@ -67,3 +68,19 @@ def _kind(row) -> str:
         return f"{row.engine}'s own"
     bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
     return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # named unless always quantized
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_figure(figure: Figure, path: Path, **options: Any) -> Path:
+    """Write a figure as png, svg or pdf, by the suffix.
+
+    Raises:
+        SurgeryError: the file cannot be written, or has another suffix.
+    """
+    kind = check_picture(path)
+    with written_whole(path) as part:
+        figure.savefig(part, format=kind, metadata=marking(kind), **options)
+    return path

@@ -6,7 +6,8 @@ read as in the source.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.calibration.cross_layer_statistics import joint_moment
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
+from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.families import LATENT_FAMILIES, any_family_of
 from surgery.families.base import ATTENTION_PREFIX
@@ -27,9 +29,7 @@ from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
 from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.context import ConversionContext
-from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade, QuantizedCascade
-from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.stages import StageTracker
@@ -282,3 +282,77 @@ def _run(
     """Apply a simulated group to hidden states [N, T, D], in place."""
     for rows in hidden.split(batch_size):
         rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))
+
+
+def shared_rank(full: int, layers: int, settings: CrossLayerSettings, rotary_elements: int = 0) -> int:
+    """Compute the elements per token that a group of ``layers`` shares, in place of the ``full`` that they cache.
+
+    Args:
+        rotary_elements: elements of the rotated keys of MLA, which stay unchanged. The ratio (default 0.5 with them,
+            0.25 without) includes them.
+
+    Raises:
+        SurgeryError: the rank is less than 1 or not less than ``full``.
+    """
+    ratio = (0.5 if rotary_elements else 0.25) if settings.kv_ratio is None else settings.kv_ratio
+    rank = settings.rank * layers if settings.rank else int(ratio * (full + rotary_elements) + 1e-9) - rotary_elements
+    rank -= rank % settings.rank_multiple
+    if not 1 <= rank < full:
+        stays = f" next to {rotary_elements} of rotary keys, which stay" if rotary_elements else ""
+        raise SurgeryError(
+            f"{rank} elements per token for {layers} layers (in multiples of {settings.rank_multiple}): must be fewer "
+            f"than the source's {full}{stays}, and at least one multiple"
+        )
+    return rank
+
+
+def cross_layer_target(settings: CrossLayerSettings, groups: Sequence[tuple[int, int]], ranks: Any) -> dict[str, Any]:
+    """Build the report's entry of the target."""
+    return {
+        "to": "crosslayer",
+        "method": settings.method,
+        "model_type": MODEL_TYPE,
+        "reasons": [REASON],
+        "groups": [list(span) for span in groups],
+        "ranks": ranks,
+        "sinks": settings.sinks,
+        "window": settings.window,
+        "block": settings.block,
+    }
+
+
+SHARED = "shared"
+"""Name of the stage after the source in the report."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """Report of one group of layers.
+
+    Attributes:
+        layer: first and last layer of the group, "first-last".
+        ranks: elements per token that the group caches for tokens outside the full-precision ones; for merged pairs
+            the direction and the norms.
+        shared_rank: elements that other groups read; 0.
+        key_error, value_error: relative squared error of rebuilt keys and values on held-out text.
+        error: predicted relative error in the metric of the loss, see
+            :class:`surgery.transforms.cross_layer.SharedBasis`; None if there is no prediction.
+        measured: relative error of the group's contribution to the hidden states, on the source's inputs, by stage.
+    """
+
+    layer: str
+    ranks: tuple[int, ...]
+    shared_rank: int
+    key_error: float
+    value_error: float
+    error: float | None
+    measured: dict[str, float]
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Return the column heads of :meth:`cells`."""
+        return "latents", "read too", "keys, not rebuilt", "values, not rebuilt"
+
+    def cells(self) -> tuple:
+        """Return the values of the group's row in the printed table."""
+        return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 
 from surgery.architectures import decilm
 from surgery.architectures.own_family import (
@@ -29,6 +31,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.engines.table import refuse_unless_loadable
+from surgery.families import head_shape
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.kv_bytes import kv_bytes_of
@@ -36,7 +39,6 @@ from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
-from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.stages import StageTracker
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
@@ -334,3 +336,9 @@ def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, Te
         attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads[layer], head_dim)
     tensors = unchanged_tensors(reader, opened.config)
     return {name: attention.get(name, spec) for name, spec in tensors.items()}
+
+
+def half_the_heads(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """Half of the KV heads."""
+    plain = {**config.to_dict(), "num_key_value_heads": max(1, head_shape(config)[1] // 2)}
+    return transformers.CONFIG_MAPPING[plain.pop("model_type")](**plain)

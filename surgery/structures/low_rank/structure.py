@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.architectures.low_rank import REASON, OwnLowRank
@@ -22,7 +23,10 @@ from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
+from surgery.families import head_shape
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.model.configuration_surgery import SurgeryConfig
+from surgery.model.low_rank_entry import Block, LowRankEntry
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
@@ -38,7 +42,6 @@ from surgery.structures.base import (
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
-from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.groups import group_of
 from surgery.structures.low_rank.quantized import QuantizedRows
 from surgery.structures.low_rank.rank_plan import Blocks, plan_ranks, requested_rank
@@ -272,3 +275,10 @@ class LowRank(Structure[Source, LowRankSettings]):
             earlier.append(module)
             makers[name] = lambda module=module: module
         return runs.advance(layer, anatomy, makers, makers)
+
+
+def one_latent(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """Return a config with one latent of ``rank + rope_dim`` elements for keys and values of all KV heads."""
+    heads = tuple(range(head_shape(config)[1]))
+    entry = LowRankEntry(blocks=(Block(rank + rope_dim, heads, heads),))
+    return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])
