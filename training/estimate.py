@@ -135,12 +135,7 @@ def estimate(
 
 
 def _memory(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    settings: HealSettings,
-    processes: int,
-    *,
-    sharded: bool,
+    student: PreTrainedModel, teacher: PreTrainedModel | None, settings: HealSettings, processes: int, *, sharded: bool
 ) -> dict[str, int]:
     """Compute the peak bytes of a device, by part."""
     width, parts = WIDTHS[settings.dtype], processes if sharded else 1

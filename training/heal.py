@@ -55,13 +55,7 @@ from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.lr_multipliers import LRMultipliers, adapter_factors, read_factors
 from surgery.training.measure import peak_memory
-from surgery.training.models import (
-    ADAPTER,
-    check_writable,
-    set_dtypes,
-    trained_tensors,
-    write_healed,
-)
+from surgery.training.models import ADAPTER, check_writable, set_dtypes, trained_tensors, write_healed
 from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare

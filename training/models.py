@@ -59,11 +59,7 @@ def _gathered(parameter: nn.Parameter) -> Tensor:
 
 
 def write_healed(
-    reader: CheckpointReader,
-    settings: HealSettings,
-    trained: Mapping[str, Tensor],
-    folder: Path,
-    carried: CarriedFiles,
+    reader: CheckpointReader, settings: HealSettings, trained: Mapping[str, Tensor], folder: Path, carried: CarriedFiles
 ) -> None:
     """Write the healed checkpoint: the student with its trained tensors, in its class and dtypes.
 

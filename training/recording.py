@@ -138,10 +138,7 @@ def recorded(
 
     with ExitStack() as stack:
         # always_call: a pass that fails must not leave the recording running.
-        hooks = [
-            decoder.register_forward_pre_hook(start),
-            decoder.register_forward_hook(stop, always_call=True),
-        ]
+        hooks = [decoder.register_forward_pre_hook(start), decoder.register_forward_hook(stop, always_call=True)]
         for index, layer in enumerate(decoder.layers):
             if hidden:
                 hooks.append(layer.register_forward_hook(taker("hidden", index)))

@@ -53,10 +53,7 @@ class HealSettings(FileSettings):
     )
     teacher_top_k: int = setting(64, "Number of top logits stored per position.", least=1, advanced=True)
     out: str = setting(
-        "",
-        "Folder of the healed checkpoint.",
-        more="The state for resuming is in OUT.run next to it.",
-        in_file=True,
+        "", "Folder of the healed checkpoint.", more="The state for resuming is in OUT.run next to it.", in_file=True
     )
     data: tuple[str | dict[str, Any], ...] = setting(
         (BUILTIN,),

@@ -20,13 +20,7 @@ NAME_LENGTH = 128
 """Maximum length of run and group names in wandb."""
 
 
-def log_to_wandb(
-    report: Report,
-    *,
-    project: str,
-    mode: Literal["online", "offline"],
-    folder: Path,
-) -> list[str]:
+def log_to_wandb(report: Report, *, project: str, mode: Literal["online", "offline"], folder: Path) -> list[str]:
     """Log each row as one wandb run of job type ``eval``, one after the other.
 
     The run config holds the settings, tasks, environment and the row's conversion; the summary holds the headline

@@ -96,12 +96,7 @@ def _measure(model: PreTrainedModel, session: Session, task: str, length: int, s
     ids = [sample.ids for sample in samples]
     outputs = complete(model, session, ids, samples[0].new_tokens, f"{task}, {length} tokens")
     scores = [sample.score(session.tokenizer.decode(output)) for sample, output in zip(samples, outputs, strict=True)]
-    return {
-        "score": _mean(scores),
-        "scores": scores,
-        "samples": len(scores),
-        "prompts_sha256": prompts_sha256(ids),
-    }
+    return {"score": _mean(scores), "scores": scores, "samples": len(scores), "prompts_sha256": prompts_sha256(ids)}
 
 
 def _mean(values: list[float]) -> float:

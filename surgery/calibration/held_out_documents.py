@@ -44,13 +44,7 @@ def default_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return (BUILTIN,) if len(tokenizer) < SMALL_VOCABULARY else (PROSE, CODE)
 
 
-def load_documents(
-    names: Sequence[str],
-    tokens: int,
-    *,
-    seed: int = 0,
-    text_field: str = "text",
-) -> list[Document]:
+def load_documents(names: Sequence[str], tokens: int, *, seed: int = 0, text_field: str = "text") -> list[Document]:
     """Read the named texts, as far as needed.
 
     Args:

@@ -91,11 +91,7 @@ def weighted_moment(
 
 
 def weighted_mean(
-    rows: Held,
-    weights: Sequence[Tensor],
-    *,
-    device: str | torch.device = "cpu",
-    processes: Processes = ALONE,
+    rows: Held, weights: Sequence[Tensor], *, device: str | torch.device = "cpu", processes: Processes = ALONE
 ) -> Tensor:
     """Compute ``Σ w x / N`` over N rows, float64 on the CPU."""
     precision = _precision(rows, device)

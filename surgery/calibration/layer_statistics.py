@@ -63,11 +63,7 @@ class Calibrated(Protocol):
 
 
 def gather(
-    work: Calibrated,
-    *,
-    gradients: bool = True,
-    basis_of: BasisOf | None = None,
-    first_tokens: Sequence[int] = (0,),
+    work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None = None, first_tokens: Sequence[int] = (0,)
 ) -> None:
     """Fill the library by a forward and a backward sweep over calibration tokens, or from weights alone.
 
@@ -137,12 +133,7 @@ def _save(
 
 
 def _facts(
-    opened: Source,
-    tokens: Tensor,
-    settings: ConversionSettings,
-    gradients: bool,
-    basis_of: BasisOf | None,
-    first: int,
+    opened: Source, tokens: Tensor, settings: ConversionSettings, gradients: bool, basis_of: BasisOf | None, first: int
 ) -> dict[str, Any]:
     """Return everything that determines the statistics; ``lags_of`` is the method, which chooses the key basis."""
     return {

@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.kronecker import (
-    KroneckerFactors,
-    kronecker_factors,
-    weighted_mean,
-    weighted_moment,
-)
+from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, weighted_mean, weighted_moment
 from surgery.families.anatomy import AttentionAnatomy, Projection
 from surgery.families.attention import attention_weights
 from surgery.families.latent_anatomy import LatentAnatomy
@@ -114,8 +109,7 @@ class MomentAccumulator:
         self._gradients, self._hold, self._processes = gradients, hold, processes
         self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
         self._precision = MomentPrecision.of(
-            self._device,
-            sums_bytes(_width(anatomy), gradients=gradients, key_norm=anatomy.k_norm is not None),
+            self._device, sums_bytes(_width(anatomy), gradients=gradients, key_norm=anatomy.k_norm is not None)
         )
         self._sums: list[dict[str, Any]] = [{} for _ in range(parts)]
         names = ("rows", "gradients", "raw_gradients")

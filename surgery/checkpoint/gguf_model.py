@@ -155,11 +155,7 @@ ARCHS = {
         "CohereForCausalLM", "cohere", numbers={"logit_scale": "logit_scale"}, biases=_BIAS, norm_eps="layer_norm_eps"
     ),
     "cohere2": Arch(
-        "Cohere2ForCausalLM",
-        numbers={"logit_scale": "logit_scale"},
-        biases=_BIAS,
-        norm_eps="layer_norm_eps",
-        windows=4,
+        "Cohere2ForCausalLM", numbers={"logit_scale": "logit_scale"}, biases=_BIAS, norm_eps="layer_norm_eps", windows=4
     ),
 }
 

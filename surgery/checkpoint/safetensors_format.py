@@ -64,11 +64,7 @@ def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]
     end = 0
     for name, spec in tensors.items():
         start, end = end, end + spec.nbytes
-        header[name] = {
-            "dtype": NAME_OF_DTYPE[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": NAME_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that the data starts aligned
     if len(text) > MAX_HEADER_BYTES:

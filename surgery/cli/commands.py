@@ -38,10 +38,9 @@ VERBOSE_OPTION: dict[str, Any] = {
     "verbose": (
         False,
         Annotated[
-            bool,
-            typer.Option("--verbose", "-v", help="Print lines with times and memory instead of progress bars."),
+            bool, typer.Option("--verbose", "-v", help="Print lines with times and memory instead of progress bars.")
         ],
-    ),
+    )
 }
 """Option of long commands: name, default and annotation."""
 
@@ -59,7 +58,7 @@ FOLLOWED: dict[str, Any] = {
             ),
             ADVANCED,
         ],
-    ),
+    )
 }
 """Option of commands that read checkpoints."""
 READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",), ("eval",), ("verify",), ("doctor",)}
@@ -175,12 +174,7 @@ def _shared(
     """Wrap a command function with --quiet, --help-all, and --verbose and link options if given."""
 
     @wraps(function)
-    def called(
-        quiet: bool,
-        help_all: bool,
-        follow_links: bool = False,
-        **values: Any,
-    ) -> None:
+    def called(quiet: bool, help_all: bool, follow_links: bool = False, **values: Any) -> None:
         from surgery.checkpoint.layout import FOLLOW_LINKS
         from surgery.common.progress import QUIET, VERBOSE
 

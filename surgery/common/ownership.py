@@ -111,8 +111,7 @@ def check_replaceable(folder: Path) -> None:
     _, foreign = owned_result(folder)
     if foreign is not None:
         raise SurgeryError.at(
-            folder,
-            f"contains files that surgery did not write, first {foreign}; move it away or choose another --out",
+            folder, f"contains files that surgery did not write, first {foreign}; move it away or choose another --out"
         )
 
 

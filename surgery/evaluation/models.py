@@ -43,13 +43,7 @@ class Checkpoint:
     trust_remote_code: bool = False
 
     @classmethod
-    def open(
-        cls,
-        label: str,
-        *,
-        allow_pickle: bool = False,
-        trust_remote_code: bool = False,
-    ) -> Checkpoint:
+    def open(cls, label: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Checkpoint:
         """Open ``path``, ``org/name`` or ``row name=path`` and hash the weights.
 
         Raises:

@@ -78,12 +78,7 @@ class ModelRow:
         }
 
 
-VARIANTS = {
-    "engine-cache": engine_cache,
-    "quantized-kv": quantize_kv,
-    "sink-window": sink_window,
-    STORED: kvtc_cache,
-}
+VARIANTS = {"engine-cache": engine_cache, "quantized-kv": quantize_kv, "sink-window": sink_window, STORED: kvtc_cache}
 
 
 def _calibration(checkpoint: Checkpoint, request: SequenceRequest) -> LongTensor:

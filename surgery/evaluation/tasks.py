@@ -37,10 +37,7 @@ class Tasks:
 
 
 def build_tasks(
-    settings: EvalSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    config: dict[str, Any],
-    progress: ProgressLike,
+    settings: EvalSettings, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], progress: ProgressLike
 ) -> Tasks:
     """Build the tasks and their data.
 

@@ -29,12 +29,7 @@ class Journal:
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        identity: Mapping[str, Any],
-        processes: Processes = ALONE,
-        *,
-        restart: bool = False,
+        self, path: Path | None, identity: Mapping[str, Any], processes: Processes = ALONE, *, restart: bool = False
     ) -> None:
         """Open the file, if it exists.
 

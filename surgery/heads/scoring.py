@@ -311,11 +311,7 @@ def _pattern(
         settings=settings.to_dict(),
         facts=head_scores[0].facts,
         data_sha256=texts.sha256,
-        model={
-            "name": checkpoint.source_name,
-            "sha256": checkpoint.sha256,
-            "config_sha256": checkpoint.config_sha256,
-        },
+        model={"name": checkpoint.source_name, "sha256": checkpoint.sha256, "config_sha256": checkpoint.config_sha256},
         seeds=tuple(range(settings.seed, settings.seed + settings.seeds)),
         seconds=round(seconds, 2),
         versions=environment(),

@@ -109,12 +109,7 @@ class StreamingAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        anatomy: AttentionAnatomy,
-        streams: BoolTensor,
-        sinks: int,
-        recent: int,
-        compensated: BoolTensor,
+        self, anatomy: AttentionAnatomy, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor
     ):
         super().__init__()
         self.anatomy, self.streams, self.sinks, self.recent = anatomy, streams, sinks, recent

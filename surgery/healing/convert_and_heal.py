@@ -123,10 +123,7 @@ def _output_path(request: ConversionRequest) -> Path:
 
 
 def _healing_request(
-    request: ConversionRequest,
-    out: Path,
-    budget: Mapping[str, float],
-    measure: Mapping[str, Any] | None,
+    request: ConversionRequest, out: Path, budget: Mapping[str, float], measure: Mapping[str, Any] | None
 ) -> HealRequest:
     """Build the request of the healing, with an empty student."""
     settings = request.settings

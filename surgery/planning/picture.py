@@ -34,11 +34,7 @@ def draw(plan: Plan) -> Figure:
         for number, kind in enumerate(kinds):
             points = [(100 * row.kv_ratio, max(row.loss_increase, LEAST)) for row in plan.rows if _kind(row) == kind]
             round_of_colors, color = divmod(number, len(PALETTE))
-            look = {
-                "color": PALETTE[color],
-                "marker": "os"[round_of_colors % 2],
-                "linestyle": DASHES[round_of_colors],
-            }
+            look = {"color": PALETTE[color], "marker": "os"[round_of_colors % 2], "linestyle": DASHES[round_of_colors]}
             axes.plot(*zip(*points, strict=True), label=kind, **look)
         choice = plan.chosen
         point = 100 * choice.kv_ratio, max(choice.loss_increase, LEAST)

@@ -73,10 +73,7 @@ class Row:
 
 
 def rows_of(
-    weighed: Sequence[Weighed],
-    scores: Sequence[tuple[Scored, Scored]],
-    source_bytes: float,
-    called: str,
+    weighed: Sequence[Weighed], scores: Sequence[tuple[Scored, Scored]], source_bytes: float, called: str
 ) -> list[Row]:
     """Build the rows in the order of their candidates.
 

@@ -78,11 +78,7 @@ def kv_shares(
 
 
 def kv_cache_bytes(
-    config: SurgeryConfig | PlainConvertedConfig,
-    batch: int,
-    tokens: int,
-    dtype: torch.dtype,
-    prompt: int | None = None,
+    config: SurgeryConfig | PlainConvertedConfig, batch: int, tokens: int, dtype: torch.dtype, prompt: int | None = None
 ) -> int:
     """Return what `kv_cache_bytes` of a model of the custom model class returns, without the model."""
     if any(entry.shares_cache for entry in entries_of(config)):

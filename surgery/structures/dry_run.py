@@ -11,13 +11,7 @@ import torch
 
 from surgery.architectures.multimodal import whole_config
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
-from surgery.calibration.texts import (
-    NO_TOKENIZER,
-    RANDOM_LENGTH,
-    RANDOM_SEQUENCES,
-    RECALL_PROMPTS_PER_TEXT,
-    load_texts,
-)
+from surgery.calibration.texts import NO_TOKENIZER, RANDOM_LENGTH, RANDOM_SEQUENCES, RECALL_PROMPTS_PER_TEXT, load_texts
 from surgery.checkpoint import CheckpointWriter
 from surgery.checkpoint.disk import free_bytes
 from surgery.checkpoint.outline import write_outline

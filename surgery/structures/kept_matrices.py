@@ -11,11 +11,7 @@ from surgery.common.errors import SurgeryError
 
 ATTENTION, EXPERTS, WEIGHT, HEAD = ".self_attn.", ".experts.", ".weight", "lm_head"
 
-EXCLUDED = {
-    "bitsandbytes": "llm_int8_skip_modules",
-    "compressed-tensors": "ignore",
-    "fp8": "modules_to_not_convert",
-}
+EXCLUDED = {"bitsandbytes": "llm_int8_skip_modules", "compressed-tensors": "ignore", "fp8": "modules_to_not_convert"}
 """Key of ``quantization_config`` that lists unquantized modules, by ``quant_method``."""
 
 INSTEAD = "drop --keep-quantised to dequantize all weights"

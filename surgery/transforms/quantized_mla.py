@@ -49,10 +49,7 @@ class LayerSpectra:
 
     def sections(self, factor: float = 1.0) -> list[Section]:
         """Return the sections of a row, latent and shared key, with energies scaled by ``factor``."""
-        return [
-            Section(factor * self.values, least=1),
-            Section(factor * self.components[self.order], unit=2),
-        ]
+        return [Section(factor * self.values, least=1), Section(factor * self.components[self.order], unit=2)]
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,7 @@ from surgery.structures.cross_layer.cascade import Cascade, QuantizedCascade
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.stages import StageTracker
-from surgery.transforms.cross_layer import (
-    Rebuild,
-    SharedBasis,
-    SimulatedGroup,
-    loss_metric,
-    merged_pair,
-    shared_basis,
-)
+from surgery.transforms.cross_layer import Rebuild, SharedBasis, SimulatedGroup, loss_metric, merged_pair, shared_basis
 
 # MiniCache's interpolation t and share of unmerged tokens: arXiv:2405.14366, section 5.
 INTERPOLATION, RETENTION = 0.6, 0.05

@@ -151,11 +151,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             kv_bytes_per_token=source // (opened.layers * first.kv_heads) * self._budget,
             model_type=carrier.model_type,
             reasons=[carrier.reason],
-            demand=Demand(
-                cached=-(-self._budget * width // opened.layers),
-                statistics=True,
-                gradients=True,
-            ),
+            demand=Demand(cached=-(-self._budget * width // opened.layers), statistics=True, gradients=True),
         )
 
     def gather(self, work: ConversionContext) -> None:

@@ -41,10 +41,7 @@ def requested_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
 
 
 def plan_ranks(
-    opened: Source,
-    library: StatisticsLibrary,
-    settings: LowRankSettings,
-    kept_layers: frozenset[int],
+    opened: Source, library: StatisticsLibrary, settings: LowRankSettings, kept_layers: frozenset[int]
 ) -> tuple[Blocks, ...]:
     """Plan the blocks of every layer of a conversion to low rank; empty for unchanged layers.
 

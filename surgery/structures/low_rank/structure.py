@@ -30,15 +30,7 @@ from surgery.model.low_rank_entry import Block, LowRankEntry
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
-from surgery.structures.base import (
-    Candidate,
-    ConfigOf,
-    Forecast,
-    Outcome,
-    Structure,
-    TargetOption,
-    replanned_tensors,
-)
+from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, TargetOption, replanned_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
@@ -162,12 +154,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             kv_bytes_per_token=bytes_at(exact + 1) - bytes_at(exact),
             model_type=MODEL_TYPE,
             reasons=[REASON],
-            demand=Demand(
-                cached=rank,
-                statistics=True,
-                gradients=True,
-                steps=int(bool(settings.window)),
-            ),
+            demand=Demand(cached=rank, statistics=True, gradients=True, steps=int(bool(settings.window))),
         )
 
     def gather(self, work: ConversionContext) -> None:

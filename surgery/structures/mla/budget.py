@@ -112,10 +112,7 @@ def _folded_size(budget: int, pairs: int) -> tuple[int, int]:
 def _folds(settings: ConvertSettings, rope: int, pairs: int) -> list[int]:
     """List the folds that divide the frequencies, from the smallest possible to eight times it."""
     if rope == 0 or pairs % (rope // 2):
-        raise SurgeryError(
-            f"method transmla: rope_dim must divide {2 * pairs}, unlike {rope}",
-            setting="method",
-        )
+        raise SurgeryError(f"method transmla: rope_dim must divide {2 * pairs}, unlike {rope}", setting="method")
     smallest = pairs // (rope // 2)
     if settings.freqfold is None:
         return [smallest * 2**i for i in range(4) if pairs % (smallest * 2**i) == 0]

@@ -129,12 +129,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             kv_bytes_per_token=kv_bytes_of(config, self.opened.weight_dtype)(1),
             model_type=writes.model_type,
             reasons=writes.reasons(),
-            demand=Demand(
-                cached=writes.rank + writes.rope_dim,
-                statistics=True,
-                gradients=True,
-                exact=1,
-            ),
+            demand=Demand(cached=writes.rank + writes.rope_dim, statistics=True, gradients=True, exact=1),
         )
 
     def gather(self, work: ConversionContext) -> None:
@@ -213,8 +208,7 @@ def requested_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
         )
     if settings.kv_lora_rank is not None and settings.kv_ratio is not None:
         raise SurgeryError(
-            "pass either kv_ratio or kv_lora_rank, as an MLA source keeps its rotary dimensions",
-            setting="kv_lora_rank",
+            "pass either kv_ratio or kv_lora_rank, as an MLA source keeps its rotary dimensions", setting="kv_lora_rank"
         )
     result = settings.kv_lora_rank
     if result is None:
