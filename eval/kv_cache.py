@@ -89,13 +89,8 @@ def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> tupl
     """Run one forward pass over `tokens` [B, T] with the given cache, or with a new one for None, as `generate` does.
 
     Computes only the logits of the last position if the model supports `logits_to_keep`: the logits of a long prompt
-    can take more memory than everything else.
-
-    Returns:
-        The model's output and its live cache.
-
-    Raises:
-        SurgeryError: the model returns no cache.
+    can take more memory than everything else. Returns the model's output and its live cache. Raises SurgeryError: the
+    model returns no cache.
     """
     last = {"logits_to_keep": 1} if _takes_logits_to_keep(type(model)) else {}
     output = model(input_ids=tokens, use_cache=True, **cache_for(model, cache), **last)
@@ -107,8 +102,7 @@ def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> tupl
 def dtype_name(model: nn.Module) -> str:
     """Return the dtype of most floating-point parameter elements, such as "bfloat16".
 
-    Raises:
-        SurgeryError: the model has no floating-point parameters.
+    Raises SurgeryError: the model has no floating-point parameters.
     """
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():

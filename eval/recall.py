@@ -70,8 +70,7 @@ def recall_line(name: str, value: str) -> str:
 def draw_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
     """Draw `count` facts (name, five random digits) with distinct names.
 
-    Raises:
-        SurgeryError: `count` is below 1 or above the number of names.
+    Raises SurgeryError: `count` is below 1 or above the number of names.
     """
     if not 1 <= count <= len(NAMES):
         raise SurgeryError(f"number of planted facts must be from 1 to {len(NAMES)}, not {count}")
@@ -151,8 +150,7 @@ def _prompt(
 def answered_question(tokenizer: PreTrainedTokenizerBase, name: str, value: str) -> tuple[list[int], range]:
     """Return the token ids of the recall line and the range of its digit tokens.
 
-    Raises:
-        SurgeryError: the question is tokenized differently when the answer follows.
+    Raises SurgeryError: the question is tokenized differently when the answer follows.
     """
     line = tokenize(tokenizer, recall_line(name, value))
     question = tokenize(tokenizer, QUESTION.format(name=name))

@@ -22,10 +22,8 @@ def losses_through_cache(reader: LogitReader, tokens: LongTensor, decoded: int) 
 
     The last token is only a target. Of the rest, all but the last `decoded` tokens are prefilled in one pass and those
     are fed one by one, so that they attend to earlier tokens through the cache. For a lossless cache this equals the
-    losses of one forward pass up to rounding.
-
-    Raises:
-        SurgeryError: the model returns no cache, or `decoded` leaves nothing to prefill.
+    losses of one forward pass up to rounding. Raises SurgeryError: the model returns no cache, or `decoded` leaves
+    nothing to prefill.
     """
     length = tokens.shape[1]
     if not 1 <= decoded < length - 1:

@@ -212,8 +212,7 @@ def _selected_steps(names: str | None) -> list[Step]:
 def _arrived(pack: Path, work: Path) -> Path | None:
     """Copy the available parts to the work folder; return the model's file once all have arrived.
 
-    Raises:
-        SurgeryError: the joined model does not match its SHA-256.
+    Raises SurgeryError: the joined model does not match its SHA-256.
     """
     for part in sorted(pack.glob("part-*")):
         shutil.copytree(part, work, dirs_exist_ok=True)

@@ -39,8 +39,7 @@ class ChatEncoder:
     def __call__(self, record: dict[str, Any], where: str) -> list[int]:
         """Return the token ids of a record's conversation; an empty list if it has no turns.
 
-        Raises:
-            SurgeryError: the record, named by `where`, holds no conversation, or the template refuses it.
+        Raises SurgeryError: the record, named by `where`, holds no conversation, or the template refuses it.
         """
         messages = record.get(MESSAGES)
         if not isinstance(messages, list) or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
@@ -79,8 +78,7 @@ def holds_conversations(path: Path) -> bool:
 def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the records of a jsonl or parquet file, each with its name for errors.
 
-    Raises:
-        SurgeryError: the file has another format, cannot be read or is damaged.
+    Raises SurgeryError: the file has another format, cannot be read or is damaged.
     """
     if path.suffix.lower() not in READABLE:
         raise SurgeryError(f"{path}: conversations in this file type are not supported; use {', '.join(READABLE)}")

@@ -44,8 +44,7 @@ class Checkpoints:
     ) -> None:
         """Create the folder and hook into the accelerator, which has prepared the model.
 
-        Raises:
-            SurgeryError: the folder cannot be created.
+        Raises SurgeryError: the folder cannot be created.
         """
         self.folder, self._accelerator, self._processes, self._keep_last = folder, accelerator, processes, keep_last
         self.last_good: Path | None = None
@@ -86,11 +85,8 @@ class Checkpoints:
     def load(self, path: Path) -> dict[str, Any]:
         """Restore the model, the optimizer, the scaler and the random state from a checkpoint.
 
-        Returns:
-            The `state` that was passed to `save`.
-
-        Raises:
-            SurgeryError: the checkpoint is damaged, or has other parameters.
+        Returns the `state` that was passed to `save`. Raises SurgeryError: the checkpoint is damaged, or has other
+        parameters.
         """
         state = read_state(path)
         if state is None:

@@ -53,8 +53,7 @@ class States(NamedTuple):
 def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -> int:
     """Return the number of chunks, of at least one position, with fp32 logits [chunk, V] within ``max_bytes``.
 
-    Raises:
-        SurgeryError: ``max_bytes`` is not positive.
+    Raises SurgeryError: ``max_bytes`` is not positive.
     """
     if max_bytes < 1:
         raise SurgeryError(f"max_bytes must be positive, not {max_bytes}")

@@ -121,11 +121,7 @@ class Sequences(Protocol):
 
 
 def collate(rows: Sequence[TrainingRow]) -> Batch:
-    """Stack rows to a batch.
-
-    Raises:
-        SurgeryError: there are no rows, or their lengths differ.
-    """
+    """Stack rows to a batch. Raises SurgeryError: there are no rows, or their lengths differ."""
     lengths = sorted({len(row.tokens) for row in rows})
     if len(lengths) != 1:
         raise SurgeryError(
@@ -141,8 +137,7 @@ def collate(rows: Sequence[TrainingRow]) -> Batch:
 def dealt(step: int, batch_size: int, rank: int = 0, ranks: int = 1) -> list[int]:
     """Return the numbers of the sequences that process `rank` of `ranks` takes in a step; `batch_size` is global.
 
-    Raises:
-        SurgeryError: the batch is smaller than the number of processes, or the rank is out of range.
+    Raises SurgeryError: the batch is smaller than the number of processes, or the rank is out of range.
     """
     if batch_size < ranks or not 0 <= rank < ranks:
         raise SurgeryError(

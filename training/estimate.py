@@ -84,8 +84,7 @@ class Estimate:
 def config_of(reader: CheckpointReader, settings: HealSettings) -> PreTrainedConfig:
     """Load a checkpoint's config; for a vision-language model that of its language model, the part that trains.
 
-    Raises:
-        SurgeryError: transformers does not know the architecture.
+    Raises SurgeryError: transformers does not know the architecture.
     """
     reader = language_model(reader)
     return with_standard_names(load_config(reader.path, trust_remote_code=settings.trust_remote_code))

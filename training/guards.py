@@ -56,11 +56,8 @@ class SpikeGuard:
     def check(self, loss: float, gradient_norm: float, step: int, last_good: Path | None) -> str | None:
         """Check the loss of a step, counted from 1, before its update.
 
-        Returns:
-            None, or the message for a spike, whose update should be skipped.
-
-        Raises:
-            SurgeryError: the loss or the gradient norm is not finite, or this is the spike number `PATIENCE` in a row.
+        Returns none, or the message for a spike, whose update should be skipped. Raises SurgeryError: the loss or the
+        gradient norm is not finite, or this is the spike number `PATIENCE` in a row.
         """
         where = f"step {step}: the loss is {loss:.4g}"
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
@@ -114,8 +111,7 @@ class StopRequest:
 def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[None]:
     """Turn an out-of-memory error into a message with the activity `doing()` and settings that need less memory.
 
-    Raises:
-        SurgeryError: the block ran out of memory, on an accelerator or in the CPU's allocator.
+    Raises SurgeryError: the block ran out of memory, on an accelerator or in the CPU's allocator.
     """
     try:
         yield

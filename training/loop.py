@@ -106,8 +106,7 @@ class Loop:
     def resume(self) -> bool:
         """Resume from the newest complete checkpoint; return False if there is none.
 
-        Raises:
-            SurgeryError: the checkpoint was made with other data, models or settings.
+        Raises SurgeryError: the checkpoint was made with other data, models or settings.
         """
         path = self._t.checkpoints.latest(self._t.progress.note)
         if path is None:

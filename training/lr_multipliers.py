@@ -27,8 +27,7 @@ from surgery.training.trainable import examples
 def read_factors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
     """Read factors from a JSON file of rules; see `factors_of`.
 
-    Raises:
-        SurgeryError: the file cannot be read, or a rule is invalid.
+    Raises SurgeryError: the file cannot be read, or a rule is invalid.
     """
     return factors_of(read_json(Path(path)), model, str(path))
 
@@ -79,10 +78,8 @@ def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str
     """Translate factors of weights to factors of their LoRA adapters.
 
     The update of a weight [out, in] is B A, with B [out, rank] initialized to 0. Row factors go to the rows of B,
-    column factors to the columns of A. The initial value of A is multiplied in place by the column factors, too.
-
-    Raises:
-        SurgeryError: the factors of a weight are not an outer product of row and column factors.
+    column factors to the columns of A. The initial value of A is multiplied in place by the column factors, too. Raises
+    SurgeryError: the factors of a weight are not an outer product of row and column factors.
     """
     translated: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

@@ -40,8 +40,7 @@ class NestedRanks:
     def __init__(self, student: nn.Module, shares: Sequence[float], seed: int) -> None:
         """Register masks on a student, which is on its device and may be wrapped or have adapters.
 
-        Raises:
-            SurgeryError: a layer has no latents that can be cut.
+        Raises SurgeryError: a layer has no latents that can be cut.
         """
         self.shares, self._seed = tuple(shares), seed
         attentions = nested_attentions(student)
@@ -108,8 +107,7 @@ def kept_rank(share: float, rank: int) -> int:
 def nested_attentions(student: nn.Module) -> list[nn.Module]:
     """Return the attention of every layer, each with latents that can be cut.
 
-    Raises:
-        SurgeryError: a layer's attention has no `latent_slices`.
+    Raises SurgeryError: a layer's attention has no `latent_slices`.
     """
     attentions = [attention_of(layer) for layer in decoder_of(student).layers]
     for index, attention in enumerate(attentions):

@@ -157,8 +157,7 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
 def _teacher_columns(teacher: Teacher | None, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
     """Return the teacher's per-position tensors by name, to be chunked with the student's.
 
-    Raises:
-        SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
+    Raises SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
     """
     if teacher is None:
         raise SurgeryError("kl needs a teacher: set teacher or teacher_logits")

@@ -25,8 +25,7 @@ COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def open_accelerator(settings: HealSettings) -> Accelerator:
     """Create this process's `Accelerator`; dtype "auto" is bf16 on a GPU that supports it, else fp32.
 
-    Raises:
-        SurgeryError: the device or the launcher's configuration does not support the settings.
+    Raises SurgeryError: the device or the launcher's configuration does not support the settings.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         checked_device("cuda")  # raises; with a GPU it would create a context on GPU 0 in every process

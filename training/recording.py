@@ -18,10 +18,7 @@ from surgery.common.errors import SurgeryError
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the decoder of a causal LM: the module whose `layers` each have a token mixer (`attention_of`).
 
-    Unwraps accelerate, DDP, torch.compile and PEFT.
-
-    Raises:
-        SurgeryError: the model has no such decoder.
+    Unwraps accelerate, DDP, torch.compile and PEFT. Raises SurgeryError: the model has no such decoder.
     """
     decoder = model
     for name in ("module", "_orig_mod", "module", "_orig_mod"):  # a compiled model in DDP, or the reverse

@@ -275,8 +275,7 @@ class HealSettings(FileSettings):
     def weights(self) -> ObjectiveWeights:
         """Return the objective's weights; the default is forward KL alone, or cross-entropy without a teacher.
 
-        Raises:
-            SurgeryError: a weight is invalid.
+        Raises SurgeryError: a weight is invalid.
         """
         from surgery.training.objectives import ObjectiveWeights
 

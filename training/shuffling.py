@@ -29,10 +29,7 @@ def interleaving(weights: Sequence[float]) -> np.ndarray:
     """Return one period of a mixture: the part, int64 [period], of each sequence in the period.
 
     The parts' shares follow the weights to a thousandth, evenly spaced: each position goes to the part with the largest
-    deficit.
-
-    Raises:
-        SurgeryError: a weight is not positive and finite, or below a thousandth of the sum.
+    deficit. Raises SurgeryError: a weight is not positive and finite, or below a thousandth of the sum.
     """
     total = sum(weights)
     if not weights or not all(0 < weight < float("inf") for weight in weights):

@@ -93,8 +93,7 @@ class TextSource(FileSettings):
     def documents(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
         """Yield the tokenized documents in the source's order; texts end with eos, conversations as in the template.
 
-        Raises:
-            SurgeryError: the source cannot be read.
+        Raises SurgeryError: the source cannot be read.
         """
         if self.source in TEXTS:
             return encode_texts(TEXTS[self.source][0](0), tokenizer)
@@ -111,8 +110,7 @@ class TextSource(FileSettings):
 def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
     """Parse the setting `data`: names of sources, or mappings with the fields of `TextSource`.
 
-    Raises:
-        SurgeryError: an entry is invalid.
+    Raises SurgeryError: an entry is invalid.
     """
     sources = []
     for number, entry in enumerate(data, 1):

@@ -73,8 +73,7 @@ class TeacherLogits:
     def __init__(self, folder: str | Path, identity: CacheIdentity) -> None:
         """Open the folder; create it with a header if it is missing or empty.
 
-        Raises:
-            SurgeryError: it holds other files, or logits of another model, other data or other sizes.
+        Raises SurgeryError: it holds other files, or logits of another model, other data or other sizes.
         """
         self.folder, self.identity = Path(folder), identity
         with disk_errors(self.folder):
@@ -99,8 +98,7 @@ class TeacherLogits:
     def read(self, number: int) -> TopK:
         """Read one sequence: `TopK` with [T - 1] positions on the CPU. Position t predicts token t + 1.
 
-        Raises:
-            SurgeryError: the number is out of range, or its shard is missing or damaged.
+        Raises SurgeryError: the number is out of range, or its shard is missing or damaged.
         """
         identity = self.identity
         if not 0 <= number < identity.sequences:
@@ -185,8 +183,7 @@ def _joined(pieces: list[TopK], join: Callable[[list[Tensor]], Tensor]) -> TopK:
 def _checked(path: Path, expected: dict[str, Any]) -> int:
     """Check a cache's header against ``expected`` and return its sequences per shard.
 
-    Raises:
-        SurgeryError: the header has another identity or version, or is damaged.
+    Raises SurgeryError: the header has another identity or version, or is damaged.
     """
     header = read_json(path)
     if header.get("format") != _FORMAT:

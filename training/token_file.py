@@ -33,8 +33,7 @@ class TokenFile:
     def __init__(self, folder: Path) -> None:
         """Map the files of a complete folder into memory.
 
-        Raises:
-            SurgeryError: a file is missing, damaged, or of the wrong size.
+        Raises SurgeryError: a file is missing, damaged, or of the wrong size.
         """
         about = read_json(folder / ABOUT)
         try:
@@ -58,8 +57,7 @@ class TokenFile:
     def read(cls, folder: Path, identity: Mapping[str, Any]) -> TokenFile | None:
         """Open the documents in a folder; None if it holds none, or those of another identity.
 
-        Raises:
-            SurgeryError: the folder is damaged.
+        Raises SurgeryError: the folder is damaged.
         """
         with disk_errors(folder):
             if not (folder / ABOUT).is_file():

@@ -17,8 +17,7 @@ ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention"})
 def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Module | None) -> None:
     """Set `requires_grad` of the student's parameters by the settings; `train="lora"` adds adapters.
 
-    Raises:
-        SurgeryError: nothing would train, or a pattern matches no module.
+    Raises SurgeryError: nothing would train, or a pattern matches no module.
     """
     if settings.train == "lora":
         add_adapters(student, settings.lora_rank, settings.lora_alpha, settings.lora_modules)

@@ -114,8 +114,7 @@ def dig(value: Any, *path: str) -> Any:
 def read_report(path: str | Path) -> Report:
     """Read a report from its JSON file or from a folder with a report.json.
 
-    Raises:
-        SurgeryError: the file cannot be read, or is not a report of this schema.
+    Raises SurgeryError: the file cannot be read, or is not a report of this schema.
     """
     path = Path(path)
     path = path / "report.json" if path.is_dir() else path
@@ -136,8 +135,7 @@ def read_report(path: str | Path) -> Report:
 def undamaged(names: Sequence[str]) -> Iterator[None]:
     """Convert errors of the block, which merges and renders reports, to one message that a report is damaged.
 
-    Raises:
-        SurgeryError: a part of a report is missing or has the wrong type.
+    Raises SurgeryError: a part of a report is missing or has the wrong type.
     """
     try:
         yield

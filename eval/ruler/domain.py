@@ -123,11 +123,7 @@ DOMAINS = {domain.name: domain for domain in (TEXT, CODE)}
 
 
 def haystack_text(text: str | None) -> str:
-    """Return `text`, or the Python language reference for None.
-
-    Raises:
-        SurgeryError: the text is empty.
-    """
+    """Return `text`, or the Python language reference for None. Raises SurgeryError: the text is empty."""
     if text is not None and not text.strip():
         raise SurgeryError("the haystack text is empty: give a text file with some words in it")
     return python_reference() if text is None else text

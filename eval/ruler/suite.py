@@ -81,11 +81,8 @@ def build(
 ) -> list[Sample]:
     """Build `count` samples of a task whose prompts and answers take at most `length` tokens.
 
-    Each sample has the largest haystack that fits, or one that leaves at most a thousandth of the length unused.
-    Sample i does not depend on `count`.
-
-    Raises:
-        SurgeryError: the task is unknown, or its smallest sample does not fit.
+    Each sample has the largest haystack that fits, or one that leaves at most a thousandth of the length unused. Sample
+    i does not depend on `count`. Raises SurgeryError: the task is unknown, or its smallest sample does not fit.
     """
     check_tasks([task])
     samples: list[Sample] = []

@@ -35,8 +35,7 @@ class GenerateTask:
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Return `completions`: prompt and completion of each of the first `session.limit` prompts.
 
-        Raises:
-            SurgeryError: a prompt has no tokens.
+        Raises SurgeryError: a prompt has no tokens.
         """
         tokenizer = session.tokenizer
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

@@ -54,8 +54,7 @@ class LmHarnessTask:
     def settings(self) -> dict[str, Any]:
         """Return the task's name and the version of its code and configuration.
 
-        Raises:
-            SurgeryError: the harness is not installed, the folder does not exist, or there is no such task.
+        Raises SurgeryError: the harness is not installed, the folder does not exist, or there is no such task.
         """
         identity = task_identity(self.task, self.include_path)
         return {"task": self.task, "num_fewshot": self.num_fewshot, **identity}

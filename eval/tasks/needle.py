@@ -72,8 +72,7 @@ class NeedleHaystack:
     def prompt(self, length: int, depth: float, rng: random.Random) -> NeedlePrompt:
         """Build a prompt of `length - ANSWER_TOKENS` tokens with a needle at `depth` percent of the haystack.
 
-        Raises:
-            SurgeryError: there is no room for a needle and its question.
+        Raises SurgeryError: there is no room for a needle and its question.
         """
         key, value = self._fact(rng)
         before, after = self._domain.find_one.split("{context}")

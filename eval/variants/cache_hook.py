@@ -50,8 +50,7 @@ def install(
 def windows_of(config: PreTrainedConfig) -> dict[int, int]:
     """Return the window sizes in tokens of sliding-window layers, by layer index, as in transformers' cache.
 
-    Raises:
-        NoVariant: all layers have a sliding window.
+    Raises NoVariant: all layers have a sliding window.
     """
     layers = DynamicCache(config=config).layers
     windows = {index: layer.sliding_window for index, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}

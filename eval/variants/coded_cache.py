@@ -226,8 +226,7 @@ def in_chunks(forward: Callable, chunk: int, **call: Any) -> Any:
 def packed(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [..., n] below 2^bits into bytes [..., n·bits/8], the first code in the lowest bits.
 
-    Raises:
-        ValueError: the codes do not fill whole bytes.
+    Raises ValueError: the codes do not fill whole bytes.
     """
     if codes.shape[-1] * bits % 8 or (bits == 3 and codes.shape[-1] % 8):
         raise ValueError(f"{codes.shape[-1]} values of {bits} bits do not fill whole bytes")
@@ -242,8 +241,7 @@ def unpacked(stored: Tensor, bits: int) -> Tensor:
 def hadamard(size: int) -> Tensor:
     """Return Sylvester's orthonormal Hadamard matrix [size, size], float32; symmetric, so its own inverse.
 
-    Raises:
-        ValueError: `size` is not a power of two.
+    Raises ValueError: `size` is not a power of two.
     """
     if size < 1 or size & (size - 1):
         raise ValueError(f"Hadamard rotation of {size} channels is not supported; the number must be a power of two")

@@ -77,11 +77,7 @@ class KeysAndValues:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the rotation of a model.
-
-        Raises:
-            NoVariant: the decoder has no rotary embedding.
-        """
+        """Find the rotation of a model. Raises NoVariant: the decoder has no rotary embedding."""
         config, decoder = model.config.get_text_config(decoder=True), model.base_model
         if not callable(getattr(decoder, "rotary_emb", None)):
             raise NoVariant(f"{type(model).__name__} has no rotary embedding, which KVTC undoes")
@@ -266,8 +262,7 @@ def kvtc_cache(model: PreTrainedModel, format: str, spectra: tuple[Spectrum, Spe
 def kvtc_spectra(model: PreTrainedModel, sequences: LongTensor) -> tuple[Spectrum, Spectrum]:
     """Compute the spectra of keys and of values from sequences [N, T], without the first tokens of each.
 
-    Raises:
-        NoVariant: the model has layers without full attention, or no rotary embedding.
+    Raises NoVariant: the model has layers without full attention, or no rotary embedding.
     """
     check_model(model, "KVTC")
     tokens, decoder = KeysAndValues(model), model.base_model

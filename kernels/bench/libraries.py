@@ -64,8 +64,7 @@ def _compiled_flex() -> Callable:
 def flex(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Callable[[], Tensor]:
     """Return a call of compiled FlexAttention; query [B, H, T, d], key and value [B, G, S, ·].
 
-    Raises:
-        RuntimeError: already compiled for `MOST_COMPILED` other shapes.
+    Raises RuntimeError: already compiled for `MOST_COMPILED` other shapes.
     """
     shape = (query.shape, key.shape, query.dtype)
     if shape not in _compiled and len(_compiled) >= MOST_COMPILED:

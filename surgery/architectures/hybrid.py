@@ -63,8 +63,7 @@ class StreamableModel:
     def of(cls, path: Path, config: dict, loaded) -> StreamableModel:
         """Read a checkpoint's streamable heads; ``loaded`` is its transformers config.
 
-        Raises:
-            SurgeryError: its heads cannot stream; the message has the reason and a remedy.
+        Raises SurgeryError: its heads cannot stream; the message has the reason and a remedy.
         """
         if config["model_type"] == "deepseek_v3":
             raise SurgeryError.at(

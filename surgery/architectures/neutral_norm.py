@@ -87,8 +87,7 @@ def constant_norm(rank: int) -> NeutralNorm:
 def neutral_norm(kind: str, rank: int, dtype: torch.dtype) -> NeutralNorm:
     """Return the neutral norm of a kind, "tiny" or "constant", for weights of a dtype.
 
-    Raises:
-        SurgeryError: an unknown kind.
+    Raises SurgeryError: an unknown kind.
     """
     if kind == "tiny":
         return tiny_norm(HALF_SCALE if dtype.itemsize <= 2 else WIDE_SCALE)

@@ -66,8 +66,7 @@ class LatentModel:
     def of(cls, reader: CheckpointReader) -> LatentModel:
         """Read the kind of latents of a checkpoint.
 
-        Raises:
-            SurgeryError: it has no latents that can be sliced; the message has the reason and a remedy.
+        Raises SurgeryError: it has no latents that can be sliced; the message has the reason and a remedy.
         """
         path, config = reader.path, reader.config
         kind = config.get("model_type")
@@ -125,8 +124,7 @@ class LatentModel:
     def sliced(self, ranks: Ranks) -> LatentModel:
         """Return the model with the first ``ranks`` latents of each block.
 
-        Raises:
-            SurgeryError: the stock class has one rank for all layers.
+        Raises SurgeryError: the stock class has one rank for all layers.
         """
         if self.stock:
             if len(set(ranks)) > 1:
@@ -224,8 +222,7 @@ def _first_indices(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ..
 def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
     """Return the neutral norm of a stock checkpoint's latents.
 
-    Raises:
-        SurgeryError: a latent norm is real, as in DeepSeek's own models, or norms differ between layers.
+    Raises SurgeryError: a latent norm is real, as in DeepSeek's own models, or norms differ between layers.
     """
     norms, width = set(), reader.config["kv_lora_rank"]
     for layer in range(reader.config["num_hidden_layers"]):

@@ -80,8 +80,7 @@ class DecodeSettings:
 def subjects(names: Sequence[str], settings: DecodeSettings) -> Iterator[Subject]:
     """Yield source and converted models for named shapes, and checkpoints for folders.
 
-    Raises:
-        SurgeryError: a name that is neither a folder nor a shape, or an unknown structure.
+    Raises SurgeryError: a name that is neither a folder nor a shape, or an unknown structure.
     """
     configs = bench_models.converted_configs()
     for structure in settings.structures:
@@ -110,8 +109,7 @@ def measure_decoding(
 ) -> dict:
     """Measure all subjects, plain and accelerated; write the record to `out` after each row.
 
-    Raises:
-        SurgeryError: an unknown name or structure.
+    Raises SurgeryError: an unknown name or structure.
     """
     began = time.monotonic()
     record: dict[str, Any] = {

@@ -86,8 +86,7 @@ def _standard_library(seed: int) -> Iterator[str]:
 def standard_library_modules() -> list[Path]:
     """List the standard library's modules by path, without those of the held-out text.
 
-    Raises:
-        SurgeryError: the interpreter has no source of its library.
+    Raises SurgeryError: the interpreter has no source of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = _modules(root)
@@ -153,8 +152,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
 def jsonl_records(path: Path) -> Iterator[tuple[Any, str]]:
     """Yield the record of each line of a file, with its location for error messages.
 
-    Raises:
-        SurgeryError: a line is not JSON.
+    Raises SurgeryError: a line is not JSON.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -188,8 +186,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
 def parquet_records(path: Path, column: str, *others: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the rows of a file, with ``column`` and existing ``others``, and their locations for error messages.
 
-    Raises:
-        SurgeryError: the file is damaged or lacks the column.
+    Raises SurgeryError: the file is damaged or lacks the column.
     """
     import pyarrow.parquet as pq  # slow import, 0.1 s
     from pyarrow import ArrowInvalid
@@ -219,8 +216,7 @@ def _dataset(source: str, text_field: str) -> Iterator[str]:
 def dataset_records(source: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Stream the rows of a dataset, with their locations for error messages.
 
-    Raises:
-        SurgeryError: see :func:`open_dataset`, or reading fails later.
+    Raises SurgeryError see :func:`open_dataset`, or reading fails later.
     """
     with dataset_errors(source):
         yield from ((row, f"dataset {source}, row {number}") for number, row in enumerate(open_dataset(source)))
@@ -229,8 +225,7 @@ def dataset_records(source: str) -> Iterator[tuple[dict[str, Any], str]]:
 def open_dataset(source: str) -> Any:
     """Open a dataset as a streaming `datasets.IterableDataset`, and print its origin to standard error.
 
-    Raises:
-        SurgeryError: the dataset or the `datasets` library is missing.
+    Raises SurgeryError: the dataset or the `datasets` library is missing.
     """
     name, config, split = _dataset_parts(source)
     try:
@@ -260,8 +255,7 @@ def dataset_errors(source: str) -> Iterator[None]:
 def _dataset_parts(source: str) -> tuple[str, str | None, str]:
     """Parse the name, config and split of a dataset, without network access.
 
-    Raises:
-        SurgeryError: it cannot be a dataset's name.
+    Raises SurgeryError: it cannot be a dataset's name.
     """
     parts = DATASET.fullmatch(source)
     name = parts["name"] if parts else ""

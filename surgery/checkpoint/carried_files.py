@@ -48,8 +48,7 @@ class CarriedFiles:
     def of(cls, reader: CheckpointReader, *, keep_code: bool = False) -> CarriedFiles:
         """Snapshot the files of an opened checkpoint. Chat templates are always copied, since they run in a sandbox.
 
-        Raises:
-            SurgeryError: a file cannot be read, is too large, or is a link to a file that is not copied.
+        Raises SurgeryError: a file cannot be read, is too large, or is a link to a file that is not copied.
         """
         files = reader.files
         origin = reader.stored_path if reader.stored_names else reader.path

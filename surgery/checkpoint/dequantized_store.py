@@ -92,8 +92,7 @@ if TYPE_CHECKING:
 def dequantized_copy(reader: CheckpointReader) -> Path:
     """Return the folder of the copy, next to the reader's temporary folder; the first call writes it.
 
-    Raises:
-        SurgeryError: the file cannot be read, or the disk is full.
+    Raises SurgeryError: the file cannot be read, or the disk is full.
     """
     out = reader.path.parent / "weights" / reader.path.name
     if out.exists():

@@ -32,8 +32,7 @@ class GgufFolder:
 def open_gguf(file: Path) -> GgufFolder:
     """Read the header of a GGUF file and write its config and tokenizer, once per process for an unchanged file.
 
-    Raises:
-        SurgeryError: the file is damaged, or its model or tokenizer is not supported.
+    Raises SurgeryError: the file is damaged, or its model or tokenizer is not supported.
     """
     file = file.absolute()  # not resolved: files in the hub's cache are links to blobs without a name
     status = file.stat()

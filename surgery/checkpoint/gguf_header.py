@@ -66,8 +66,7 @@ def require_gguf() -> None:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read the header of a GGUF file, without tensor data.
 
-    Raises:
-        SurgeryError: the file is not GGUF, is damaged, or is truncated.
+    Raises SurgeryError: the file is not GGUF, is damaged, or is truncated.
     """
     require_gguf()
     with disk_errors(path), open(path, "rb") as file:

@@ -182,8 +182,7 @@ class GgufModel:
 def describe_model(path: Path, header: GgufHeader) -> GgufModel:
     """Map the header of a GGUF file to a Hugging Face checkpoint.
 
-    Raises:
-        SurgeryError: the architecture or one of its settings or tensors is not supported.
+    Raises SurgeryError: the architecture or one of its settings or tensors is not supported.
     """
     values = _Values(path, header.metadata)
     name = values.text("general.architecture")

@@ -34,8 +34,7 @@ def working_output(source: str | Path, ending: str) -> Path:
 def refuse_output_inside(source: Path, out: Path) -> None:
     """Refuse an output inside a checkpoint folder, where it would be taken for a file of the checkpoint.
 
-    Raises:
-        SurgeryError: the output lies inside.
+    Raises SurgeryError: the output lies inside.
     """
     source, output = source.resolve(), Path(out).resolve()
     if source in (output, *output.parents):

@@ -243,9 +243,7 @@ class CheckpointReader:
         """Return a folder that transformers can load: ``path``, or a temporary copy of quantized or cast weights.
 
         The copy takes 2 bytes per parameter (4 in float32) in the folder for temporary files until the process exits.
-
-        Raises:
-            SurgeryError: the file cannot be read, or the disk is full.
+        Raises SurgeryError: the file cannot be read, or the disk is full.
         """
         if isinstance(self._store, GgufStore | DequantizedStore | CastStore):
             from surgery.checkpoint.dequantized_store import dequantized_copy
@@ -263,8 +261,7 @@ class CheckpointReader:
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape, size in bytes and file of a tensor, without loading it.
 
-        Raises:
-            SurgeryError: there is no such tensor.
+        Raises SurgeryError: there is no such tensor.
         """
         try:
             return self._store.infos[name]
@@ -274,8 +271,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """Load a tensor to the CPU in its stored dtype; the caller owns the memory.
 
-        Raises:
-            SurgeryError: there is no such tensor, or the file cannot be read.
+        Raises SurgeryError: there is no such tensor, or the file cannot be read.
         """
         info = self.info(name)
         out = torch.empty(info.nbytes, dtype=torch.uint8)
@@ -324,10 +320,8 @@ class CheckpointReader:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Yield the elements of a tensor in order, flat, in chunks of at most 16 MiB.
 
-        The chunks share memory: each is valid until the next is requested.
-
-        Raises:
-            SurgeryError: there is no such tensor, or the file cannot be read.
+        The chunks share memory: each is valid until the next is requested. Raises SurgeryError: there is no such
+        tensor, or the file cannot be read.
         """
         info = self.info(name)
         # One reused buffer: repeated allocations of this size from several threads accumulate in malloc's arenas.

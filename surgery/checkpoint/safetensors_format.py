@@ -24,8 +24,7 @@ _METADATA = "__metadata__"
 def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
     """Read the header of a safetensors file: each tensor's info and file offset, in the header's order.
 
-    Raises:
-        SurgeryError: the header is invalid, or the file size does not match it.
+    Raises SurgeryError: the header is invalid, or the file size does not match it.
     """
     path = folder / file
     with disk_errors(path), open(path, "rb") as handle:
@@ -57,8 +56,7 @@ def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
 def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """Encode the header for consecutive ``tensors``; return its bytes and each tensor's offset in the file.
 
-    Raises:
-        SurgeryError: the header is longer than readers accept.
+    Raises SurgeryError: the header is longer than readers accept.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0

@@ -50,10 +50,8 @@ class Snapshots:
     def discard_damaged(self) -> list[str]:
         """Remove damaged states, states with damaged files, and files that no state refers to.
 
-        The affected loops start from scratch, after the last sound state of the loops before them.
-
-        Returns:
-            Names of the loops with damaged states.
+        The affected loops start from scratch, after the last sound state of the loops before them. Returns names of the
+        loops with damaged states.
         """
         damaged, referenced = [], set()
         for path in sorted(self.folder.glob("*.state")):
@@ -76,8 +74,7 @@ class Snapshots:
     def take(self, loop: str, state: Callable[[], dict[str, Any]]) -> None:
         """Write a state if one is due; flushes the files in the folder to disk first, as the state may refer to them.
 
-        Raises:
-            SurgeryError: the disk is full.
+        Raises SurgeryError: the disk is full.
         """
         if not self.due():
             return

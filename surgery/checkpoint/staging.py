@@ -50,8 +50,7 @@ _SPARE_BYTES = 64 * 10**6
 def check_output(source: Path, out: Path) -> None:
     """Refuse an output that would overwrite its source.
 
-    Raises:
-        SurgeryError: ``out`` (or the ``.partial`` folder next to it) is the source, lies inside it or contains it.
+    Raises SurgeryError: ``out`` (or the ``.partial`` folder next to it) is the source, lies inside it or contains it.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     check_encoding(out)
@@ -117,8 +116,7 @@ class Staging:
     def create(self, *, keep_unfinished: bool = False) -> None:
         """Create the empty partial folder and missing parents; clears a leftover, except unfinished work if kept.
 
-        Raises:
-            SurgeryError: the leftover contains a file that no run of this program wrote, or a disk error occurs.
+        Raises SurgeryError: the leftover contains a file that no run of this program wrote, or a disk error occurs.
         """
         try:
             with disk_errors(self.partial):
@@ -216,8 +214,7 @@ class Staging:
     def _clear(self, *, keep_unfinished: bool) -> bool:
         """Remove all files of runs from the partial folder except the ledger, which still lists them if interrupted.
 
-        Returns:
-            Whether only the ledger is left.
+        Returns whether only the ledger is left.
         """
         if not keep_unfinished:
             self._remove_unfinished()
@@ -274,8 +271,7 @@ class Staging:
 def check_out(out: Path, *, overwrite: bool) -> None:
     """Refuse an output folder that may not be created or replaced.
 
-    Raises:
-        SurgeryError: it is a file, exists without ``overwrite``, or contains files that this program did not write.
+    Raises SurgeryError: it is a file, exists without ``overwrite``, or contains files that this program did not write.
     """
     if not os.path.lexists(out):
         return

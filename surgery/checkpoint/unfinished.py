@@ -96,8 +96,7 @@ class Unfinished:
     def _same_work(self) -> bool:
         """Return whether the existing work has the same source and facts.
 
-        Raises:
-            SurgeryError: it differs and has a state to resume from.
+        Raises SurgeryError: it differs and has a state to resume from.
         """
         record, facts = self._read_record()
         if not self._source.recall(record):

@@ -32,8 +32,7 @@ class WorkFolder:
     def open(self) -> None:
         """Create the folder, or reuse that of an earlier run.
 
-        Raises:
-            SurgeryError: the folder is not ours, or cannot be created.
+        Raises SurgeryError: the folder is not ours, or cannot be created.
         """
         marker = self.path / MARKER
         with disk_errors(self.path):
@@ -48,8 +47,7 @@ class WorkFolder:
     def clear(self) -> None:
         """Remove the files of earlier runs, to start from scratch.
 
-        Raises:
-            SurgeryError: the folder contains a foreign file; nothing is removed.
+        Raises SurgeryError: the folder contains a foreign file; nothing is removed.
         """
         with disk_errors(self.path):
             if (foreign := first_foreign(self.path, self._all())) is not None:

@@ -99,9 +99,8 @@ class CheckpointWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a planned tensor, from any device.
 
-        Raises:
-            SurgeryError: the tensor is not in the plan, was written before, has another dtype or shape, holds NaN or
-                infinity, or the disk is full.
+        Raises SurgeryError: the tensor is not in the plan, was written before, has another dtype or shape, holds NaN or
+        infinity, or the disk is full.
         """
         self._check_planned(name, tensor)
         if name in self._parts:
@@ -113,8 +112,7 @@ class CheckpointWriter:
     def copy(self, name: str, reader: CheckpointReader) -> None:
         """Copy the bytes of a planned tensor from another checkpoint.
 
-        Raises:
-            SurgeryError: as `write`, or the other checkpoint lacks the tensor or cannot be read.
+        Raises SurgeryError as `write`, or the other checkpoint lacks the tensor or cannot be read.
         """
         self._check_planned(name, reader.info(name))
         stored = reader.as_stored if name in self._parts else reader
@@ -150,10 +148,8 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Flush the weights to disk; ``partial`` can then be opened by readers.
 
-        Other files may still be added. `commit` calls this method.
-
-        Raises:
-            SurgeryError: planned tensors were not written, or the disk is full.
+        Other files may still be added. `commit` calls this method. Raises SurgeryError: planned tensors were not
+        written, or the disk is full.
         """
         self._require_open()
         if missing := self.missing():
@@ -163,8 +159,7 @@ class CheckpointWriter:
     def commit(self) -> None:
         """Rename ``partial`` to ``out``; an older checkpoint is removed after that.
 
-        Raises:
-            SurgeryError: as `finish`, or the rename failed; an older checkpoint is then restored.
+        Raises SurgeryError as `finish`, or the rename failed; an older checkpoint is then restored.
         """
         self.finish()
         self._staging.commit()

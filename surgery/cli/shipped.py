@@ -57,8 +57,7 @@ def config(
 def config_page(name: str) -> str:
     """Return the generated settings file of a target or command, or a shipped settings file or recipe.
 
-    Raises:
-        SurgeryError: the name is unknown.
+    Raises SurgeryError: the name is unknown.
     """
     classes = {
         each.name: (each.settings_class, f"`surgery convert --to {each.name}`") for each in TARGETS.working().values()

@@ -76,8 +76,7 @@ def first_foreign(folder: Path, is_owned: IsOwned) -> str | None:
 def remove_owned(folder: Path, is_owned: IsOwned) -> str | None:
     """Remove this program's files below a folder, and the folder itself if nothing remains.
 
-    Returns:
-        The first path that stays because this program did not write it; None if the folder is gone.
+    Returns the first path that stays because this program did not write it; None if the folder is gone.
     """
     stays = None
     for path, is_ours in list(_walk(folder, is_owned)):
@@ -105,8 +104,7 @@ def inventory(folder: Path, excluded: Iterable[str] = ()) -> dict[str, str | Non
 def check_replaceable(folder: Path) -> None:
     """Check that a folder holds nothing but a result of this program and may be replaced.
 
-    Raises:
-        SurgeryError: it holds another file; names the first.
+    Raises SurgeryError: it holds another file; names the first.
     """
     _, foreign = owned_result(folder)
     if foreign is not None:
@@ -137,9 +135,7 @@ def check_file(path: Path, *, overwrite: bool, option: str = "--out") -> None:
     """Check that a single output file may be written. This rule applies to the files of all commands.
 
     An existing file is replaced only with ``--overwrite``, and only if this program wrote it. Links are not followed.
-
-    Raises:
-        SurgeryError: the file may not be written.
+    Raises SurgeryError: the file may not be written.
     """
     if not os.path.lexists(path):
         return

@@ -19,8 +19,7 @@ _MARKED = {"png": "Software", "svg": "Creator", "pdf": "Creator"}
 def check_picture(path: Path) -> str:
     """Return the picture format for a path's suffix.
 
-    Raises:
-        SurgeryError: the format is not supported: it cannot carry our mark.
+    Raises SurgeryError: the format is not supported: it cannot carry our mark.
     """
     kind = path.suffix.lower().removeprefix(".")
     if kind not in _MARKED:

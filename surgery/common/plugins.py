@@ -52,8 +52,7 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
     def register(self, name: str, thing: Kind) -> None:
         """Register an object under a new name.
 
-        Raises:
-            SurgeryError: the name is taken, or the object is not an instance of the required class.
+        Raises SurgeryError: the name is taken, or the object is not an instance of the required class.
         """
         if name in self:
             raise SurgeryError(f"{self._kind}: {name!r} is already registered; choose another name")

@@ -104,8 +104,7 @@ class Setting:
     def parse(self, value: Any) -> Any:
         """Convert a value to the field's type and check its limits.
 
-        Raises:
-            SurgeryError: the value has the wrong type or exceeds a limit.
+        Raises SurgeryError: the value has the wrong type or exceeds a limit.
         """
         value = self.converted(value, self.name)
         for each in value if self.many else (value,):
@@ -116,8 +115,7 @@ class Setting:
     def converted(self, value: Any, called: str) -> Any:
         """Convert a value to the field's type, since YAML reads 1e4 as text and 1.0e4 as a float.
 
-        Raises:
-            SurgeryError: the value cannot be converted.
+        Raises SurgeryError: the value cannot be converted.
         """
         try:
             if not self.many:
@@ -242,11 +240,7 @@ def shown(value: Any) -> str:
 
 
 def whole_number(value: Any) -> int:
-    """Parse an integer, spellings such as 1e4 included.
-
-    Raises:
-        ValueError: the value is not an integer.
-    """
+    """Parse an integer, spellings such as 1e4 included. Raises ValueError: the value is not an integer."""
     number = float(value)
     if not number.is_integer():
         raise ValueError

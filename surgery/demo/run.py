@@ -141,10 +141,8 @@ def run_demo(
 def measure_with_stock_transformers(checkpoints: list[Path], demo_model: DemoModel) -> tuple[str, list[Measured]]:
     """Measure checkpoints in a process that does not import this package; return the prompt and the measurements.
 
-    All checkpoints are measured with the tokenizer of the first one.
-
-    Raises:
-        SurgeryError: the process failed; the message has the last line of its output.
+    All checkpoints are measured with the tokenizer of the first one. Raises SurgeryError: the process failed; the
+    message has the last line of its output.
     """
     from safetensors.torch import save_file
 

@@ -79,11 +79,7 @@ CACHE_FORMATS: dict[str, tuple[CacheFormat, ...]] = {
 
 
 def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
-    """Return the cache formats of an engine.
-
-    Raises:
-        SurgeryError: no format of the engine is simulated.
-    """
+    """Return the cache formats of an engine. Raises SurgeryError: no format of the engine is simulated."""
     if engine == "all":
         raise SurgeryError("cache formats differ between engines; choose one engine", setting="engine")
     if engine not in CACHE_FORMATS:

@@ -85,8 +85,7 @@ def support_lines(engines: dict[str, Any]) -> dict[str, str]:
 def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
     """Check that the engine of ``--engine`` can serve a result.
 
-    Raises:
-        SurgeryError: the engine refuses it, or its own class would compute different outputs.
+    Raises SurgeryError: the engine refuses it, or its own class would compute different outputs.
     """
     for verdict in verdicts(config):
         if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):
@@ -117,8 +116,7 @@ class Diagnosis:
 def diagnose(checkpoint: str | Path) -> Diagnosis:
     """Collect the engines' verdicts from config.json, and for stock MLA ruinous formats from the latent projections.
 
-    Raises:
-        SurgeryError: there is no checkpoint, or its config lacks an entry that the verdicts need.
+    Raises SurgeryError: there is no checkpoint, or its config lacks an entry that the verdicts need.
     """
     opened = CheckpointReader.open(checkpoint)
     reader = opened.as_stored

@@ -48,10 +48,8 @@ class EvaluationPlan:
 def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
     """Plan an evaluation; weights are hashed and texts tokenized, to find errors in them.
 
-    The device may be absent from this machine.
-
-    Raises:
-        SurgeryError: the evaluation would raise it before its first measurement.
+    The device may be absent from this machine. Raises SurgeryError: the evaluation would raise it before its first
+    measurement.
     """
     device_name = request.settings.device
     device = torch.device(device_name).type if is_absent(device_name) else checked_device(device_name).type

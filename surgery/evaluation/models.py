@@ -46,8 +46,7 @@ class Checkpoint:
     def open(cls, label: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Checkpoint:
         """Open ``path``, ``org/name`` or ``row name=path`` and hash the weights.
 
-        Raises:
-            SurgeryError: the checkpoint does not exist or is damaged.
+        Raises SurgeryError: the checkpoint does not exist or is damaged.
         """
         name, path = name_and_path(label)
         reader = language_model(open_source(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
@@ -77,8 +76,7 @@ class Checkpoint:
     def load(self, device: torch.device) -> PreTrainedModel:
         """Load the model in the checkpoint's dtype and in evaluation mode.
 
-        Raises:
-            SurgeryError: transformers cannot load it, or it does not fit in memory.
+        Raises SurgeryError: transformers cannot load it, or it does not fit in memory.
         """
         model = causal_model(self.reader, trust_remote_code=self.trust_remote_code)
         try:
@@ -87,11 +85,7 @@ class Checkpoint:
             raise SurgeryError(f"{self.source}: does not fit on the device; try --device cpu") from None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer.
-
-        Raises:
-            SurgeryError: transformers cannot load a tokenizer.
-        """
+        """Load the tokenizer. Raises SurgeryError: transformers cannot load a tokenizer."""
         return tokenizer_of(self.reader, called=self.source, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:

@@ -59,8 +59,7 @@ def _clear(part: Path) -> None:
 def check_report_files(folder: Path, rows: Sequence[str]) -> None:
     """Check that a report replaces only files that this program has written.
 
-    Raises:
-        SurgeryError: a foreign file would be replaced.
+    Raises SurgeryError: a foreign file would be replaced.
     """
     names = [f"report.{suffix}" for suffix in ("html", "md", "csv", "json")]
     names += [name for number, row in enumerate(rows) for name in needle_names(row, number)]

@@ -111,8 +111,7 @@ class Prepared:
 def prepare(request: EvaluationRequest, progress: Progress) -> Prepared:
     """Open and hash the models, read the texts and build the tasks, without measuring or writing anything.
 
-    Raises:
-        SurgeryError: a model, text or task cannot be prepared.
+    Raises SurgeryError: a model, text or task cannot be prepared.
     """
     settings = request.settings
     if settings.wandb:

@@ -56,8 +56,7 @@ class ModelRow:
     def load(self, device: torch.device) -> PreTrainedModel:
         """Load the model in the checkpoint's dtype, with the variant's cache.
 
-        Raises:
-            SurgeryError: the model cannot be loaded, or does not support the variant.
+        Raises SurgeryError: the model cannot be loaded, or does not support the variant.
         """
         model = self.checkpoint.load(device)
         if self.variant is None:

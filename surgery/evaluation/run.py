@@ -52,9 +52,8 @@ class Evaluation:
 def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
     """Run an evaluation. Every process returns the same report; the main process writes it if requested.
 
-    Raises:
-        SurgeryError: a model or task cannot be measured, raised before the first measurement if possible; or another
-            evaluation is running in the folder.
+    Raises SurgeryError: a model or task cannot be measured, raised before the first measurement if possible; or another
+    evaluation is running in the folder.
     """
     processes = Processes(cpu=request.settings.device == "cpu")
     if not processes.is_main:

@@ -39,8 +39,7 @@ class ResultStore:
     def open(cls, folder: Path) -> ResultStore:
         """Create the folder, or open that of an earlier evaluation.
 
-        Raises:
-            SurgeryError: the path is a file, cannot be written, or is a non-empty folder without an evaluation.
+        Raises SurgeryError: the path is a file, cannot be written, or is a non-empty folder without an evaluation.
         """
         cls.check(folder)
         try:
@@ -116,8 +115,7 @@ class ResultStore:
     def clear(self) -> None:
         """Remove all results. The caller must hold the lock of the folder.
 
-        Raises:
-            SurgeryError: the results folder has foreign files; nothing is removed.
+        Raises SurgeryError: the results folder has foreign files; nothing is removed.
         """
         with disk_errors(self.folder):
             is_owned = matching(RESULT_FILES)

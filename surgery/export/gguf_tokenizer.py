@@ -76,8 +76,7 @@ def _plain(token: str) -> str:
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """Convert the byte-level BPE in a checkpoint's tokenizer.json.
 
-    Raises:
-        SurgeryError: there is no such tokenizer, or llama.cpp has no known pre-tokenizer that splits text equally.
+    Raises SurgeryError: there is no such tokenizer, or llama.cpp has no known pre-tokenizer that splits text equally.
     """
     kinds = import_module("gguf").GGUFValueType
     path, pre = folder / "tokenizer.json", pre_tokenizer_name(folder)

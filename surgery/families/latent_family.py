@@ -67,8 +67,7 @@ class LatentFamily(Family):
     def anatomy(self, reader, config, layer: int) -> LatentAnatomy:
         """Read the anatomy of one layer on the CPU, in the checkpoint's dtype; ``up`` is float64.
 
-        Raises:
-            SurgeryError: a tensor does not fit the config.
+        Raises SurgeryError: a tensor does not fit the config.
         """
         tensor = shaped_tensors(reader, layer, self.attention_names(reader, layer))
         heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank

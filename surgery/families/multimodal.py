@@ -29,8 +29,7 @@ MULTIMODAL = (*HOLD_CUSTOM, "llama4")
 def text_names(names: Collection[str], where: str) -> dict[str, str]:
     """Map the language model's tensor names among ``names`` to those of its family.
 
-    Raises:
-        SurgeryError: ``names`` has no language model.
+    Raises SurgeryError: ``names`` has no language model.
     """
     prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in names), None)
     if prefix is None:

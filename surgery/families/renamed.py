@@ -67,11 +67,7 @@ class Renamed:
 
 
 def whole(config: dict[str, Any], name: str) -> int:
-    """Return an entry of config.json that must be a positive integer.
-
-    Raises:
-        SurgeryError: it is not.
-    """
+    """Return an entry of config.json that must be a positive integer. Raises SurgeryError: it is not."""
     value = config.get(name)
     if type(value) is not int or value < 1:
         raise SurgeryError(f"config.json: {name} of {config['model_type']} must be a positive integer, not {value!r}")

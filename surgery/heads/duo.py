@@ -34,10 +34,8 @@ def score(session: ScoringSession) -> HeadScores:
     Final gates only tell which heads fit the budget, with ties at 0 and 1. The average over a training with a shrinking
     budget ranks heads inside and outside the budget.
 
-    Parts: ``gates`` [L, G] float32, the final gates.
-
-    Raises:
-        SurgeryError: the loss is not finite, or the model does not support activation checkpointing.
+    Parts: ``gates`` [L, G] float32, the final gates. Raises SurgeryError: the loss is not finite, or the model does not
+    support activation checkpointing.
     """
     objective = DuoObjective(session)
     facts = train_gates(session, objective)

@@ -66,10 +66,8 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
     """Checkpoint activations per layer within a ``with`` block: the backward pass recomputes each layer from its input.
 
     transformers checkpoints layers in training mode only. Their submodules stay in evaluation mode, so dropout and
-    router noise remain off, and the model computes the same as in evaluation.
-
-    Raises:
-        SurgeryError: the model's layers do not support gradient checkpointing.
+    router noise remain off, and the model computes the same as in evaluation. Raises SurgeryError: the model's layers
+    do not support gradient checkpointing.
     """
     layers = list(model.base_model.layers)
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):

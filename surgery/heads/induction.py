@@ -30,10 +30,8 @@ def score(session: ScoringSession) -> HeadScores:
     sequences: below 10,001, fewer than 2500 tokens are repeated.
 
     Parts: ``echo`` and ``induction`` [L, H] float32, a query head's attention, from 0 to 1, on the same token in all
-    earlier repetitions and on the tokens after it, averaged over the queries of all repetitions but the first.
-
-    Raises:
-        SurgeryError: sequences are too short for repetitions.
+    earlier repetitions and on the tokens after it, averaged over the queries of all repetitions but the first. Raises
+    SurgeryError: sequences are too short for repetitions.
     """
     sequences = repeated_tokens(session, session.samples(SAMPLES))
     period = (sequences.shape[1] - 1) // REPETITIONS
@@ -50,8 +48,7 @@ def score(session: ScoringSession) -> HeadScores:
 def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
     """Draw ``count`` sequences [N, 1 + 4 P]: bos, or another random token without one, and P random tokens four times.
 
-    Raises:
-        SurgeryError: the length has no room for four repetitions of four tokens.
+    Raises SurgeryError: the length has no room for four repetitions of four tokens.
     """
     vocabulary = session.model.config.vocab_size
     special = set(session.tokenizer.all_special_ids)

@@ -75,8 +75,7 @@ class Journal:
     def put(self, state: Mapping[str, Tensor]) -> None:
         """Store copies of the tensors of a state, in place of the previous one.
 
-        Raises:
-            SurgeryError: the file cannot be written; its previous content stays.
+        Raises SurgeryError: the file cannot be written; its previous content stays.
         """
         self._state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
         self._on_main(self._write)

@@ -106,8 +106,7 @@ class HeadPattern:
     def full_heads(self, share: float) -> BoolTensor:
         """Return the mask [L, G] of the best heads, ``share`` of all, rounded half up.
 
-        Raises:
-            SurgeryError: the share is not between 0 and 1.
+        Raises SurgeryError: the share is not between 0 and 1.
         """
         if not 0 <= share <= 1:
             raise SurgeryError(f"share of heads must be from 0 to 1, not {share}")
@@ -119,8 +118,7 @@ class HeadPattern:
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the pattern atomically as a safetensors file with a JSON header in its metadata.
 
-        Raises:
-            SurgeryError: an existing file may not be replaced, writing fails, or a header value is not plain.
+        Raises SurgeryError: an existing file may not be replaced, writing fails, or a header value is not plain.
         """
         path = Path(path).expanduser()
         check_file(path, overwrite=overwrite)
@@ -133,11 +131,7 @@ class HeadPattern:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadPattern:
-        """Read a pattern file.
-
-        Raises:
-            SurgeryError: the file is missing, not a pattern, or its fields are invalid.
-        """
+        """Read a pattern file. Raises SurgeryError: the file is missing, not a pattern, or its fields are invalid."""
         path = Path(path).expanduser()
         if not path.is_file():
             raise SurgeryError.at(path, "no such file; pass a pattern that `surgery heads` wrote")

@@ -40,10 +40,8 @@ def score(session: ScoringSession) -> HeadScores:
 
     Final gates are saturated and log α drifts, so its final order means little.
 
-    Parts: ``log_alpha`` [L, G] float32, final values.
-
-    Raises:
-        SurgeryError: the loss is not finite, or the model does not support activation checkpointing.
+    Parts: ``log_alpha`` [L, G] float32, final values. Raises SurgeryError: the loss is not finite, or the model does
+    not support activation checkpointing.
     """
     objective = PruLongObjective(session)
     facts = train_gates(session, objective)

@@ -76,6 +76,5 @@ class Scorer(Protocol):
     def __call__(self, session: ScoringSession) -> HeadScores:
         """Score every KV head of the session's model.
 
-        Raises:
-            SurgeryError: the method does not support the model or its text.
+        Raises SurgeryError: the method does not support the model or its text.
         """

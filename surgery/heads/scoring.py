@@ -163,8 +163,7 @@ def _score_seeds(
 def sequence_length(settings: HeadSettings, config: dict) -> int:
     """Return the sequence length in tokens: the setting, or the default for the model's limit.
 
-    Raises:
-        SurgeryError: the length exceeds the model's limit, or sinks and recent tokens cover it.
+    Raises SurgeryError: the length exceeds the model's limit, or sinks and recent tokens cover it.
     """
     limit = config.get("max_position_embeddings") or settings.length or 2 * LENGTH
     visible = settings.sinks + settings.recent
@@ -182,8 +181,7 @@ def sequence_length(settings: HeadSettings, config: dict) -> int:
 def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
     """Return the numbers of layers and KV heads of a model whose heads can be scored.
 
-    Raises:
-        SurgeryError: its heads cannot stream one by one; the message has the reason and a remedy.
+    Raises SurgeryError: its heads cannot stream one by one; the message has the reason and a remedy.
     """
     from surgery.model.cache_layer import check_full_attention
 
@@ -209,8 +207,7 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
 def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSettings) -> PreTrainedModel:
     """Load the model on the device, or offloaded, in the scoring's dtype and with frozen parameters.
 
-    Raises:
-        SurgeryError: it cannot be loaded.
+    Raises SurgeryError: it cannot be loaded.
     """
     model = checkpoint.load(torch.device("cpu") if settings.offload else device)
     dtype = settings.dtype
@@ -274,8 +271,7 @@ class Texts:
 def _claim_output(out: Path, overwrite: bool, locks: ExitStack) -> Path:
     """Check and lock the output before hours of scoring, and return the path of the heat map.
 
-    Raises:
-        SurgeryError: the output exists, cannot be written, or is being written by another process.
+    Raises SurgeryError: the output exists, cannot be written, or is being written by another process.
     """
     heat_map = check_pattern(out, overwrite)
     with disk_errors(out.parent):

@@ -103,8 +103,7 @@ def convert_and_heal(
 def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[ConversionPlan, HealingPlan | None]:
     """Plan `convert_and_heal` without running it; the healing of a vision-language model has no plan before conversion.
 
-    Raises:
-        SurgeryError: the conversion or the healing is impossible.
+    Raises SurgeryError: the conversion or the healing is impossible.
     """
     healing = _healing_request(request, _output_path(request), budget, None)
     with TemporaryFolder("outline") as folder:
@@ -145,8 +144,7 @@ def _healing_request(
 def _check_healable(request: ConversionRequest, healing: HealRequest, outline: Path) -> None:
     """Check that the result can be healed, with an outline: a checkpoint with its config and shapes only.
 
-    Raises:
-        SurgeryError: the result could not be healed.
+    Raises SurgeryError: the result could not be healed.
     """
     register()
     teacher = open_source(request.source)

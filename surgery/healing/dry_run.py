@@ -45,8 +45,7 @@ class HealingPlan:
 def plan_healing(request: HealRequest) -> HealingPlan:
     """Plan `heal_checkpoint` for a request from the models' configs, without training or writing.
 
-    Raises:
-        SurgeryError: the request is impossible.
+    Raises SurgeryError: the request is impossible.
     """
     register()
     student = open_source(request.student)

@@ -107,11 +107,9 @@ class Healed:
 def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> Healed:
     """Train, verify, measure and write a checkpoint. The same request resumes an interrupted healing.
 
-    The training's files are in ``<out>.healing`` until the healing is finished.
-
-    Raises:
-        SurgeryError: the request is impossible, another process heals into the same output, the training failed, or
-            its result does not pass verification.
+    The training's files are in ``<out>.healing`` until the healing is finished. Raises SurgeryError: the request is
+    impossible, another process heals into the same output, the training failed, or its result does not pass
+    verification.
     """
     progress = progress or Progress(silent=True)
     student = open_source(request.student)
@@ -208,9 +206,7 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
     """Return the request with the student's recorded source as teacher, unless teacher, logits or objective are set.
 
     A custom objective may need no teacher; the default objective would silently become cross-entropy without one.
-
-    Raises:
-        SurgeryError: the source cannot be found.
+    Raises SurgeryError: the source cannot be found.
     """
     values = {**(read_mapping(request.config) if request.config else {}), **request.overrides}
     if any(values.get(name) for name in LEARNED_FROM):
@@ -268,9 +264,7 @@ def is_already_healed(request: HealRequest) -> bool:
     """Return whether the output exists, healed from the same student and teacher with the same settings.
 
     Settings that are newer than the output count as their defaults; settings that were removed since are ignored.
-
-    Raises:
-        SurgeryError: the output exists with another student, teacher or settings.
+    Raises SurgeryError: the output exists with another student, teacher or settings.
     """
     out = request.out or default_output(request.student, "healed")
     if not out.exists():
@@ -363,8 +357,7 @@ def _quality(
 def _earlier(folder: Path) -> list[dict[str, Any]]:
     """Return the records of earlier healing stages from a student's folder, as a flat list.
 
-    Raises:
-        SurgeryError: a record is damaged.
+    Raises SurgeryError: a record is damaged.
     """
     before = (read_report(folder) or {}).get("healing")
     path = folder / HEALING

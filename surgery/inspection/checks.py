@@ -229,10 +229,8 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     """Check that logits do not depend on how a prompt is split, or on other rows; return a summary of the comparisons.
 
     Caches with scales or bases of token groups are not left-padded, which would shift the groups. Caches that quantize
-    groups of tokens are not read in pieces either: the pass that completes a group computes another function.
-
-    Raises:
-        SurgeryError: transformers does not load the model, or logits depend on splits or on other rows.
+    groups of tokens are not read in pieces either: the pass that completes a group computes another function. Raises
+    SurgeryError: transformers does not load the model, or logits depend on splits or on other rows.
     """
     model = whole_model(reader.model_folder(), dtype=torch.float32).to(opened.stream.device)
     generator = torch.Generator().manual_seed(seed)

@@ -49,8 +49,7 @@ class Inspection:
 def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Inspection:
     """Inspect a checkpoint; unsupported attention is reported as the reason why a target does not apply.
 
-    Raises:
-        SurgeryError: the checkpoint cannot be read, or its model family is not supported.
+    Raises SurgeryError: the checkpoint cannot be read, or its model family is not supported.
     """
     reader = open_model(source, allow_pickle=allow_pickle)
     if reader.config.get("model_type") in MODEL_TYPES:

@@ -202,8 +202,7 @@ def structure_of(
 ) -> Structure:
     """Create the structure that converts a source with a plan's settings and a candidate's ``overrides``.
 
-    Raises:
-        SurgeryError: the source does not support the conversion.
+    Raises SurgeryError: the source does not support the conversion.
     """
     own = target.settings({**settings.common(), **overrides})
     return target.structure().for_source(opened.reader.config, own)(opened, own, progress)

@@ -52,10 +52,8 @@ def forecast_plan(
     """List the candidates of a plan and estimate its time.
 
     The time assumes that forward passes run at the speed of one matrix product, as in a conversion's dry run. It is
-    accurate within a factor of two or three.
-
-    Raises:
-        SurgeryError: the source cannot be read or converted, or its cache fits the memory already.
+    accurate within a factor of two or three. Raises SurgeryError: the source cannot be read or converted, or its cache
+    fits the memory already.
     """
     called = called or str(source)
     reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)

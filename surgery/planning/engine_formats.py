@@ -194,8 +194,7 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
 def _server(opened: Source, engine: str, called: str) -> str:
     """Return the command of the engine's server for the source.
 
-    Raises:
-        SurgeryError: the engine does not load the source, or the source caches latents.
+    Raises SurgeryError: the engine does not load the source, or the source caches latents.
     """
     config = opened.reader.config
     if config["model_type"] in LATENT_FAMILIES:

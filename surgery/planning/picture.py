@@ -51,11 +51,7 @@ def draw(plan: Plan) -> Figure:
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Save the plot to a file (png, svg, pdf).
-
-    Raises:
-        SurgeryError: the file cannot be written.
-    """
+    """Save the plot to a file (png, svg, pdf). Raises SurgeryError: the file cannot be written."""
     save_figure(draw(plan), path)
 
 
@@ -73,8 +69,7 @@ if TYPE_CHECKING:
 def save_figure(figure: Figure, path: Path, **options: Any) -> Path:
     """Write a figure as png, svg or pdf, by the suffix.
 
-    Raises:
-        SurgeryError: the file cannot be written, or has another suffix.
+    Raises SurgeryError: the file cannot be written, or has another suffix.
     """
     kind = check_picture(path)
     with written_whole(path) as part:

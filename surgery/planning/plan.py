@@ -162,8 +162,7 @@ def _measure_rounds(
 ) -> Rounds:
     """Measure candidates at the share of the source's bytes and around it, or until a loss budget is met.
 
-    Raises:
-        SurgeryError: there are no candidates.
+    Raises SurgeryError: there are no candidates.
     """
     own = engine_formats(work.opened, settings, called, candidates.refused)
     entries = [*first_round(candidates, share), *own]
@@ -249,8 +248,7 @@ def open_work(
 def budget_share(settings: PlanSettings, opened: Source) -> float | None:
     """Return the budget as a share of the source's KV bytes; None if the budget is a loss.
 
-    Raises:
-        SurgeryError: the source's own cache fits in the memory.
+    Raises SurgeryError: the source's own cache fits in the memory.
     """
     if settings.max_loss is not None:
         return None

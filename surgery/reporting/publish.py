@@ -32,11 +32,7 @@ class Publication:
     overwrite: bool = False
 
     def check_names(self) -> None:
-        """Check the names without network access.
-
-        Raises:
-            SurgeryError: a name is not a valid hub id.
-        """
+        """Check the names without network access. Raises SurgeryError: a name is not a valid hub id."""
         for flag, name in (("surgery push", self.repo), ("--base-model", self.base_model)):
             if name is not None and not is_hub_id(name):
                 raise SurgeryError(f"{flag} {name}: not a hub repository name; use org/name")
@@ -44,9 +40,8 @@ class Publication:
     def check(self) -> None:
         """Check names, login and repository on the hub, without changing anything.
 
-        Raises:
-            SurgeryError: a name is invalid, the user is not logged in or may not write to the namespace, or the
-                repository has files and `overwrite` is false.
+        Raises SurgeryError: a name is invalid, the user is not logged in or may not write to the namespace, or the
+        repository has files and `overwrite` is false.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError

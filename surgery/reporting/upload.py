@@ -94,8 +94,7 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
 def _verified_content(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
     """Return the content of a file, or the path of a large one, after checking its hash.
 
-    Raises:
-        SurgeryError: the hash differs from the report's, or the file is a link.
+    Raises SurgeryError: the hash differs from the report's, or the file is a link.
     """
     _check_no_link(path)
     with disk_errors(path):
@@ -108,11 +107,7 @@ def _verified_content(path: Path, sha256: str, *, in_memory: bool) -> bytes | Pa
 
 
 def _check_no_link(path: Path) -> Path:
-    """Return the path unchanged.
-
-    Raises:
-        SurgeryError: the path is a link to a file outside of the hub's cache.
-    """
+    """Return the path unchanged. Raises SurgeryError: the path is a link to a file outside of the hub's cache."""
     if path.is_symlink() and not is_hub_blob(Path(os.path.realpath(path))):
         raise SurgeryError.at(path, "is a link, which is not uploaded; copy the file in its place")
     return path

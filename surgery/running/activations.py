@@ -45,8 +45,7 @@ class ActivationMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """Allocate an uninitialized tensor, on ``device`` without a limit and on the host with a limit.
 
-        Raises:
-            SurgeryError: the disk is full.
+        Raises SurgeryError: the disk is full.
         """
         size = math.prod(shape) * dtype.itemsize
         if self._limit is None or not size:

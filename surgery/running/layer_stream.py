@@ -74,9 +74,8 @@ class LayerStream:
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed token ids [N, T] to [N, T, D].
 
-        Raises:
-            SurgeryError: the texts are so long that query scaling, other LongRoPE frequencies or a second attention
-                chunk would apply, which are not simulated.
+        Raises SurgeryError: the texts are so long that query scaling, other LongRoPE frequencies or a second attention
+        chunk would apply, which are not simulated.
         """
         unchanged = unchanged_length(self.config)
         if unchanged is not None and tokens.shape[1] > unchanged:

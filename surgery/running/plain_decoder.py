@@ -163,8 +163,7 @@ def _config_class(model_type: str) -> type[PlainConfig]:
 def plain_converted_config(config: Mapping[str, Any]) -> PlainConvertedConfig | None:
     """Build and check the config of a plain decoder with converted attention; None if the source is not plain.
 
-    Raises:
-        ValueError: an entry is invalid.
+    Raises ValueError: an entry is invalid.
     """
     own = {name: config[name] for name in CONVERTED if name in config and name != "auto_map"}
     source = {name: value for name, value in config.items() if name not in (*CONVERTED, "architectures")}

@@ -47,10 +47,8 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
     """Compare a checkpoint with its class; return it with its config.json corrected from the tensors.
 
     It is returned unchanged if it is a plain decoder, if transformers lacks the class, if its family is refused by
-    name, or if its weights have an unsupported quantization.
-
-    Raises:
-        SurgeryError: config and tensors contradict each other.
+    name, or if its weights have an unsupported quantization. Raises SurgeryError: config and tensors contradict each
+    other.
     """
     if is_plain(reader):
         return reader
@@ -87,11 +85,7 @@ def _is_refused(model_type: str) -> bool:
 
 
 def _class_of(config: Any) -> type[PreTrainedModel]:
-    """Return the class of the whole checkpoint.
-
-    Raises:
-        KeyError: there is no such class.
-    """
+    """Return the class of the whole checkpoint. Raises KeyError: there is no such class."""
     from transformers import AutoModelForImageTextToText
 
     if config.model_type in MULTIMODAL:

@@ -67,8 +67,7 @@ def check_stored(reader: CheckpointReader, text: Any) -> None:
 def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) -> None:
     """Check that ``architectures`` agrees with ``model_type``.
 
-    Raises:
-        SurgeryError: ``architectures`` names another class of transformers.
+    Raises SurgeryError: ``architectures`` names another class of transformers.
     """
     architectures = reader.config.get("architectures") or []
     if not isinstance(architectures, list) or model_class.__name__ in architectures:
@@ -84,8 +83,7 @@ def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) ->
 def check_comparison(reader: CheckpointReader, text: Any, comparison: Comparison) -> None:
     """Check that the stored tensors are those of the class.
 
-    Raises:
-        SurgeryError: they differ; reports the first cause that applies.
+    Raises SurgeryError: they differ; reports the first cause that applies.
     """
     for cause in CAUSES:
         if message := cause(reader, text, comparison):

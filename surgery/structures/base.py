@@ -174,8 +174,7 @@ class Structure(ABC, Generic[Opened, Settings]):
     def open(cls, reader: CheckpointReader, settings: Settings) -> Opened:
         """Open a source checkpoint; by default one of a supported family.
 
-        Raises:
-            SurgeryError: it cannot be read or converted.
+        Raises SurgeryError: it cannot be read or converted.
         """
         return Source.of(reader, settings)
 
@@ -240,8 +239,7 @@ class Structure(ABC, Generic[Opened, Settings]):
     def verify(self, work: ConversionContext, path: Path, outcome: Outcome) -> Verification:
         """Run the written checkpoint and compare it with the simulation.
 
-        Raises:
-            SurgeryError: its outputs differ from the simulation, or its cache does not have the predicted bytes.
+        Raises SurgeryError: its outputs differ from the simulation, or its cache does not have the predicted bytes.
         """
         return verify_by_running(
             path,

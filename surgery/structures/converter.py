@@ -158,8 +158,7 @@ def _finish(
 ) -> tuple[Outcome, Verification]:
     """Write all tensors and files outside attention, then check and run the result.
 
-    Raises:
-        SurgeryError: the written files differ from the plan, or their outputs from the simulation.
+    Raises SurgeryError: the written files differ from the plan, or their outputs from the simulation.
     """
     reader = work.opened.reader
     entry = quantization_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))
@@ -186,8 +185,7 @@ def _conclude(
 ) -> Report:
     """Write the report and model card of the verified result, and move it to its final path.
 
-    Raises:
-        SurgeryError: the source has changed since the conversion began.
+    Raises SurgeryError: the source has changed since the conversion began.
     """
     work.opened.reader.check_unchanged()
     if ruined := ruinous_formats(CheckpointReader.open(writer.partial)):

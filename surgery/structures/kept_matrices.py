@@ -28,8 +28,7 @@ def asked_to_keep(settings: ConversionSettings) -> bool:
 def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> None:
     """Check that ``keep_quantised`` has matrices to keep, in a format whose results are known to load.
 
-    Raises:
-        SurgeryError: the settings, the source or its quantization format do not allow it.
+    Raises SurgeryError: the settings, the source or its quantization format do not allow it.
     """
     if not asked_to_keep(settings):
         return

@@ -46,8 +46,7 @@ class ConversionRequest:
 def open_request(request: ConversionRequest, progress: Progress) -> tuple[Structure, Path]:
     """Open the source; return the structure over it and the output folder.
 
-    Raises:
-        SurgeryError: the request fails a check that needs no computation.
+    Raises SurgeryError: the request fails a check that needs no computation.
     """
     source, settings = request.source, request.settings
     reader = open_model(source, allow_pickle=request.allow_pickle, dtype=settings.weights_dtype)

@@ -74,13 +74,8 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
 
     At a given price per element, layers are optimized independently. Bisection finds the lowest price at which all
     layers fit (Everett 1963, doi:10.1287/opre.11.3.399: no other allocation of the same total costs less). Remaining
-    elements go to the latents that drop the most energy.
-
-    Returns:
-        For every layer, the index of the choice and the rank, at least 1.
-
-    Raises:
-        ValueError: ``total`` is less than the smallest choices take with a rank of 1.
+    elements go to the latents that drop the most energy. Returns for every layer, the index of the choice and the rank,
+    at least 1. Raises ValueError: ``total`` is less than the smallest choices take with a rank of 1.
     """
     if total < sum(min(choice.width for choice in choices) + 1 for choices in layers):
         raise ValueError(f"{total} elements are too few for {len(layers)} layers")

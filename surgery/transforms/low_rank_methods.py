@@ -166,11 +166,7 @@ METHODS: Registry[Method] = Registry(
 
 
 def method_named(name: str) -> Method:
-    """Look up a method by name.
-
-    Raises:
-        SurgeryError: the name is unknown.
-    """
+    """Look up a method by name. Raises SurgeryError: the name is unknown."""
     if name not in METHODS:
         raise SurgeryError(f"method {name!r} of --to lowrank is unknown: choose {', '.join(METHODS)}", setting="method")
     return METHODS[name]
@@ -235,10 +231,8 @@ def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -
 
     Palu's public code takes the root mean square of each weight's gradient and averages over the weights. The gradient
     of a weight is ``Σ g_i x_j`` over tokens. If tokens are independent, and gradients independent of inputs (as in
-    K-FAC, arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token.
-
-    Raises:
-        SurgeryError: the statistics lack gradients or inputs.
+    K-FAC, arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token. Raises SurgeryError: the statistics lack
+    gradients or inputs.
     """
     if statistics.gradient is None or statistics.input_energy is None:
         raise SurgeryError(

@@ -38,11 +38,7 @@ class FileComparison:
 
 
 def compare_files(folder: Path, listed: Mapping[str, str], progress: Progress | None = None) -> FileComparison:
-    """Compare a folder with the hashes in its report.
-
-    Raises:
-        SurgeryError: a file cannot be read.
-    """
+    """Compare a folder with the hashes in its report. Raises SurgeryError: a file cannot be read."""
     with disk_errors(folder):
         names = list_files(folder, hidden=True)
         present_names = {name for name in names if name in listed and (folder / name).is_file()}

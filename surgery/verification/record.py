@@ -35,11 +35,7 @@ class Recorded:
 
     @classmethod
     def in_folder(cls, folder: Path) -> Recorded:
-        """Read the report in a folder.
-
-        Raises:
-            SurgeryError: the report is damaged.
-        """
+        """Read the report in a folder. Raises SurgeryError: the report is damaged."""
         path = folder / REPORT
         if not path.is_file():
             return cls()

@@ -141,8 +141,7 @@ def _convert_unless_done(request: ConversionRequest, progress: Progress) -> None
 def _plan_unless_done(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
     """Write the plan, with a JSON file of all measurements next to it, by which later runs recognize it.
 
-    Raises:
-        SurgeryError: a plan for another source or other settings exists, or nothing meets the budget.
+    Raises SurgeryError: a plan for another source or other settings exists, or nothing meets the budget.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.checkpoint.disk import as_json, disk_errors, read_json, write_whole

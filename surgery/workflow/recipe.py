@@ -58,8 +58,7 @@ class Recipe:
     def read(cls, path: Path) -> Recipe:
         """Read a recipe; `checked_recipe` checks the settings of its steps.
 
-        Raises:
-            SurgeryError: the file cannot be read, has an unknown command, or two steps with one name.
+        Raises SurgeryError: the file cannot be read, has an unknown command, or two steps with one name.
         """
         content = read_mapping(path)
         for key in content:
@@ -85,8 +84,7 @@ class Recipe:
 def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
     """Read a recipe and create its actions; settings and names of all steps are checked before the first one runs.
 
-    Raises:
-        SurgeryError: a setting or a name is invalid.
+    Raises SurgeryError: a setting or a name is invalid.
     """
     recipe = Recipe.read(path)
     ready = [COMMANDS[step.command](step, recipe.where(step)) for step in recipe.steps]
@@ -324,8 +322,7 @@ def _row(text: str, finished: Finished) -> str:
 def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
     """Return whether the pattern file exists for this source and these settings.
 
-    Raises:
-        SurgeryError: it exists for another model or other settings.
+    Raises SurgeryError: it exists for another model or other settings.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.heads.pattern import HeadPattern

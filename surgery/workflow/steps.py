@@ -83,11 +83,7 @@ def located(where: str) -> Iterator[None]:
 
 
 def pop_required(settings: dict[str, Any], name: str, where: str) -> Any:
-    """Remove a setting from ``settings`` and return it.
-
-    Raises:
-        SurgeryError: the setting is missing.
-    """
+    """Remove a setting from ``settings`` and return it. Raises SurgeryError: the setting is missing."""
     try:
         return settings.pop(name)
     except KeyError:

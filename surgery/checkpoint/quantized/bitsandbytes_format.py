@@ -32,8 +32,7 @@ MAX_STATE_BYTES = 1 << 16
 def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format in which transformers saves bitsandbytes models.
 
-    Raises:
-        SurgeryError: tensors of a matrix do not match.
+    Raises SurgeryError: tensors of a matrix do not match.
     """
     matrices: dict[str, Matrix] = {}
     for kind in KINDS:

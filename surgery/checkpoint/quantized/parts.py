@@ -31,11 +31,7 @@ def modules(store: Store, part: str) -> list[str]:
 
 
 def required_info(module: str, part: str, store: Store) -> TensorInfo:
-    """Return the info of a required tensor of a module.
-
-    Raises:
-        SurgeryError: the tensor is missing.
-    """
+    """Return the info of a required tensor of a module. Raises SurgeryError: the tensor is missing."""
     if module + part not in store.infos:
         raise SurgeryError(f"{module}{part}: missing, but required by quantization_config; download it again")
     return store.infos[module + part]

@@ -40,8 +40,7 @@ def fp8(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization
 def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format of the compressed-tensors package.
 
-    Raises:
-        SurgeryError: the variant of the format is not supported.
+    Raises SurgeryError: the variant of the format is not supported.
     """
     _check_compressed(entry)
     packed = modules(store, PACKED)
@@ -157,8 +156,7 @@ def _block(entry: dict[str, Any]) -> tuple[int, int] | None:
 def _check_compressed(entry: dict[str, Any]) -> None:
     """Refuse compressed-tensors configs with unsupported formats, sparsity or weight transforms.
 
-    Raises:
-        SurgeryError: names the unsupported feature.
+    Raises SurgeryError: names the unsupported feature.
     """
     groups = entry.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else []
@@ -175,8 +173,7 @@ def _check_compressed(entry: dict[str, Any]) -> None:
 def _bits(entry: dict[str, Any]) -> int:
     """Return the bit width of packed weights, which must be equal in all config groups.
 
-    Raises:
-        SurgeryError: the bit widths differ or are not supported.
+    Raises SurgeryError: the bit widths differ or are not supported.
     """
     groups = entry.get("config_groups")
     groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []

@@ -56,8 +56,7 @@ def _layer_settings(settings: CrossLayerSettings) -> LowRankSettings:
 def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept_layers: frozenset[int]) -> tuple[int, ...]:
     """Count, for each layer, the earlier layers of its group. A group has no unchanged layers and a single window.
 
-    Raises:
-        SurgeryError: no layers with a KV cache are adjacent, because of layers with a recurrent state between them.
+    Raises SurgeryError: no layers with a KV cache are adjacent, because of layers with a recurrent state between them.
     """
     earlier, windows = [], opened.windows
     for layer, window in enumerate(windows):

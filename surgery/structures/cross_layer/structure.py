@@ -213,11 +213,8 @@ def plan_groups(
     """Return the groups of a conversion, and the config entries of their first layers.
 
     The last group is smaller if ``group_size`` does not divide the layers. MiniCache merges pairs of layers in the
-    deeper half of the model.
-
-    Raises:
-        SurgeryError: the family or a layer does not support a shared cache, the budget is impossible, or the method
-            does not have a setting.
+    deeper half of the model. Raises SurgeryError: the family or a layer does not support a shared cache, the budget is
+    impossible, or the method does not have a setting.
     """
     if not opened.family.forwards_kwargs:
         raise SurgeryError(

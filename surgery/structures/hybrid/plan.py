@@ -61,8 +61,7 @@ def plan_heads(
 ) -> HeadPlan:
     """Compute the plan of full and streaming heads from the settings.
 
-    Raises:
-        SurgeryError: the pattern does not fit the model, compensated heads share a latent, or no head streams.
+    Raises SurgeryError: the pattern does not fit the model, compensated heads share a latent, or no head streams.
     """
     shape = model.layers, model.kv_heads
     sinks, recent = settings.sinks, settings.recent

@@ -242,8 +242,7 @@ def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
 def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
     """Compute the number of KV heads of all layers together, from ``kv_heads`` or the ratio; by default at most half.
 
-    Raises:
-        SurgeryError: the source has one KV head, or cannot be merged to this number.
+    Raises SurgeryError: the source has one KV head, or cannot be merged to this number.
     """
     heads = anatomy.kv_heads
     if heads == 1:

@@ -44,8 +44,7 @@ class SplitForecast:
 def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) -> SplitForecast:
     """Forecast the conversion of an opened source with one split.
 
-    Raises:
-        SurgeryError: the target class or the engine of the settings does not support the result.
+    Raises SurgeryError: the target class or the engine of the settings does not support the result.
     """
     config = opened.reader.config
     method, unchanged = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows, opened.fixed)

@@ -50,8 +50,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
 def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carrier:
     """Choose the target class of a planned conversion.
 
-    Raises:
-        SurgeryError: the class of the settings cannot hold the result.
+    Raises SurgeryError: the class of the settings cannot hold the result.
     """
     anatomy = opened.first
     limits = MLALimits()

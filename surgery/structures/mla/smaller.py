@@ -98,8 +98,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def open(cls, reader: CheckpointReader, settings: ConvertSettings) -> Source:
         """Open a checkpoint of an MLA family.
 
-        Raises:
-            SurgeryError: a setting does not apply to MLA sources; or as :meth:`Structure.open`.
+        Raises SurgeryError: a setting does not apply to MLA sources; or as :meth:`Structure.open`.
         """
         kind = reader.config["model_type"]
         for name, (allowed, why) in TAKEN.items():
@@ -198,8 +197,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 def requested_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
     """Compute the rank of the result, by default half of the source's.
 
-    Raises:
-        SurgeryError: the rank is odd or out of range, or the settings conflict or change the rotary dimensions.
+    Raises SurgeryError: the rank is odd or out of range, or the settings conflict or change the rotary dimensions.
     """
     if settings.rope_dim not in (None, rope_dim):
         raise SurgeryError(
