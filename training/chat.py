@@ -1,8 +1,4 @@
-"""Conversations as training documents, rendered by the tokenizer's chat template.
-
-A record holds its turns under `messages`, each with a `role` and the fields that the template reads. It may hold
-`tools`.
-"""
+"""Conversations as training documents: turns under `messages`, rendered by the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -37,10 +33,7 @@ class ChatEncoder:
         self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
 
     def __call__(self, record: dict[str, Any], where: str) -> list[int]:
-        """Return the token ids of a record's conversation; an empty list if it has no turns.
-
-        Raises SurgeryError: the record, named by `where`, holds no conversation, or the template refuses it.
-        """
+        """Return the token ids of a conversation, [] without turns; SurgeryError names `where` if there is none."""
         messages = record.get(MESSAGES)
         if not isinstance(messages, list) or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
             raise SurgeryError(f"{where}: {MESSAGES!r} is not a list of turns, each with a role and content")

@@ -18,7 +18,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
 from surgery.training.data import Batch, holds_several
-from surgery.training.known_documents import known_documents
+from surgery.training.document_masks import known_documents
 from surgery.training.matching import matching_loss, on_teacher_inputs
 from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
 from surgery.training.recording import decoder_of, recorded, same_layers
@@ -29,10 +29,8 @@ from surgery.training.top_k import TopK
 class Body:
     """Causal LM split into its body, which computes hidden states, and its LM head.
 
-    Attributes:
-        model: the whole model.
-        splits: whether its logits are a linear head applied to the body's hidden states. Otherwise (a softcap after the
-            head) the logits of all positions take the place of the hidden states.
+    `splits` says whether the logits are a linear head of the body's hidden states. Otherwise (a softcap after the head)
+    the logits of all positions take the place of the hidden states.
     """
 
     model: PreTrainedModel
@@ -49,11 +47,7 @@ class Body:
     def states(
         self, tokens: LongTensor, position_ids: LongTensor | None, spans: Sequence[Sequence[slice]] | None = None
     ) -> Tensor:
-        """Compute final hidden states [B, T, D], or logits [B, T, V] if the model does not split.
-
-        Args:
-            spans: token slices of each document of each row, if known; the position ids restart with each document.
-        """
+        """Compute final hidden states [B, T, D], or logits [B, T, V] if the model does not split."""
         packed = None if spans is None else position_ids is not None and holds_several(spans)
         call = {"input_ids": tokens, "use_cache": False}
         if position_ids is not None:
@@ -84,16 +78,10 @@ class Distillation(nn.Module):
         *,
         document_masks: bool = False,
     ) -> None:
-        """Set up the losses for loaded models that are not wrapped yet.
+        """Set up the losses for loaded models that are not wrapped yet; no teacher if its logits come with the batch.
 
-        Args:
-            weights: weights of the objective's losses.
-            teacher: None if no loss needs it, or if its logits come with the batch.
-            document_masks: whether to pass position ids that restart with every document, which keep attention inside
-                documents.
-
-        Raises:
-            SurgeryError: the vocabularies differ; or, if layers are matched, the numbers of layers or hidden sizes.
+        With `document_masks`, position ids restart with every document. Raises SurgeryError: vocabularies differ, or,
+        if layers are matched, the numbers of layers or hidden sizes.
         """
         super().__init__()
         self.student = student
@@ -113,16 +101,12 @@ class Distillation(nn.Module):
     def forward(
         self, batch: Batch, positions: float, cached: TopK | None = None, measure: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the losses of one batch.
+        """Compute a batch's weighted loss, fp32, and its unweighted parts by name, detached.
 
         Args:
-            batch: on the student's device.
             positions: divisor of the sums over predicting positions.
             cached: the teacher's top-k logits [B, T - 1], if there is no teacher model.
             measure: compute cross-entropy, forward KL and the teacher's cross-entropy, whatever the objective.
-
-        Returns:
-            The weighted loss, fp32, with gradients if they are enabled; and its unweighted parts by name, detached.
         """
         weights, teacher = self.weights, self._teacher[0]
         if measure:

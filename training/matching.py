@@ -1,12 +1,8 @@
 """Losses between the layer outputs of student and teacher: in full forward passes, or layer by layer.
 
-Matching the outputs of layers makes the student's residual stream follow the teacher's; matching the outputs of
-attention modules constrains the converted part only. In a full forward pass the student's errors reach later layers,
-which learn to correct them. In the layer-wise stage every attention gets its teacher's input instead, as in CSKV (Wang
-et al., arXiv:2409.10593), so that layers are independent and the gradient ends inside each.
-
-The teacher runs first, under `torch.no_grad`. Its recording takes B·T·D elements per layer and kind while the student
-runs.
+Matching the outputs of layers makes the student's residual stream follow the teacher's. In the layer-wise stage every
+attention gets its teacher's input instead, as in CSKV (Wang et al., arXiv:2409.10593), so that layers are independent
+and the gradient ends inside each. The teacher runs first; its recording takes B·T·D elements per layer and kind.
 """
 
 from __future__ import annotations
@@ -31,18 +27,14 @@ def layer_errors(
     """Compute the relative squared error of each layer: [L] in fp32 (fp64 for fp64 inputs).
 
     Errors of a sequence are divided by the teacher's mean square on that sequence, so that the result does not depend
-    on how sequences are dealt to processes and batches. All valid positions have equal weight.
+    on how sequences are dealt to processes and batches.
 
     Args:
-        student: L tensors [B, T, D], with gradients if they are enabled.
-        teacher: L tensors of the same shapes; no gradient.
-        valid: mask [B, T] of the positions to compare; None for all. Consider masking the first token of a text, whose
-            hidden states are huge in many models.
-        positions: divisor of the sums over positions; None for the number of valid positions. See
-            `objectives.logit_losses`.
+        student: L tensors [B, T, D], with gradients if they are enabled; the teacher's have none.
+        valid: mask [B, T] of the positions to compare; None for all.
+        positions: divisor of the sums over positions; None for the number of valid ones.
 
-    Raises:
-        SurgeryError: numbers of layers or shapes differ.
+    Raises SurgeryError: numbers of layers or shapes differ.
     """
     if len(student) != len(teacher):
         raise SurgeryError(
@@ -67,28 +59,15 @@ def matching_loss(
 
 @contextmanager
 def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Recording]:
-    """Run each attention of the student on its teacher's input in a ``with`` block.
+    """Run each attention of the student on its teacher's input in a ``with`` block; yield a recording of its outputs.
 
-    All other arguments of an attention (masks, position ids, rotary embeddings, states that layers share) are the
-    student's own, so teacher and student may be of different classes. The attention's output is recorded with
-    gradients, and replaced in the residual stream by the teacher's output. So gradients end in the attention (or in
-    several that share a cache), and MLPs run without gradients unless they train.
+    All other arguments of an attention are the student's own, so classes may differ. The output is recorded with
+    gradients, and replaced in the residual stream by the teacher's, so that gradients end in the attention. Only
+    attention parameters get gradients: set DDP's `find_unused_parameters` if others are trainable. Under FSDP keep
+    weights gathered after the forward pass. `teacher` is a recording of `attention` and `inputs` for the same tokens.
 
-    The block holds forward passes; backward passes may follow it. Only attention parameters get gradients: set DDP's
-    `find_unused_parameters` if others are trainable. FSDP with resharding after the forward pass would gather a layer's
-    weights again when the gradient of its output arrives, which never happens here: keep them gathered.
-
-    Args:
-        student: model with the teacher's number of layers and hidden size; without gradient checkpointing, which would
-            save nothing here.
-        teacher: a recording of `attention` and `inputs` for the same tokens.
-
-    Yields:
-        A recording of the student's `attention`, for `layer_errors` against the teacher's.
-
-    Raises:
-        SurgeryError: the number of layers differs; or, during the forward pass, the hidden size or the tokens differ or
-            gradient checkpointing is on.
+    Raises SurgeryError: the numbers of layers differ; or, in the forward pass, hidden sizes or tokens differ or
+    gradient checkpointing is on.
     """
     decoder = decoder_of(student)
     inputs, outputs = teacher.inputs, teacher.attention

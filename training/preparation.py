@@ -60,11 +60,7 @@ def prepare(
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Build and wrap the `Distillation` module and its AdamW for `Loop`; the student's trainable parameters are set.
 
-    Args:
-        document_masks: whether attention stays inside packed documents.
-
-    Raises:
-        SurgeryError: the model or the launcher's configuration does not support the settings.
+    Raises SurgeryError: the model or the launcher's configuration does not support the settings.
     """
     if settings.gradient_checkpointing:
         if not student.supports_gradient_checkpointing:

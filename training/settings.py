@@ -363,8 +363,7 @@ class HealSettings(FileSettings):
     def with_batches(self, processes: int) -> HealSettings:
         """Return these settings with batch size and gradient accumulation filled in.
 
-        Short runs improve with the number of steps (docs/healing.md), so the batch shrinks with the token budget. On a
-        CPU, a time budget means few tokens, and one sequence per step.
+        Short runs improve with the number of steps (docs/healing.md), so the batch shrinks with the token budget.
         """
         if None not in (self.batch_size, self.gradient_accumulation):
             return self

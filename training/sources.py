@@ -31,13 +31,9 @@ class TextSource(FileSettings):
     """One source of a mixture.
 
     Attributes:
-        source: "builtin" (see `fitting`), "prose" or "code" of the running Python, "docstrings" of installed packages,
-            a txt, jsonl, json or parquet file, or a dataset `name:config:split`, which is streamed
-            (`surgery.calibration.text.iter_documents`).
-        weight: weight of the source in the mixture.
-        format: "chat" for records with `messages`, "text", or "auto": chat for jsonl and parquet files whose first
-            record has `messages`.
-        text_field: field or column with the text.
+        source: "builtin", "prose" or "code" of the running Python, "docstrings" of installed packages, a txt, jsonl,
+            json or parquet file, or a dataset `name:config:split`, which is streamed.
+        format: "chat" for records with `messages`, "text", or "auto": chat for files whose first record has `messages`.
         tokens: tokens after which reading stops; None reads all.
     """
 

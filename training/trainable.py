@@ -29,13 +29,8 @@ def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Mo
 def choose(model: nn.Module, train: str, *, teacher_shapes: Mapping[str, Sequence[int]] | None = None) -> list[str]:
     """Set `requires_grad` for the chosen parameters only; return their names in the model's order.
 
-    Args:
-        train: "all"; "attention", all parameters of attention modules; or "new", parameters that the teacher does not
-            have with the same name and shape.
-        teacher_shapes: shapes of the teacher's parameters by name, for "new".
-
-    Raises:
-        SurgeryError: nothing would train.
+    `train` is "all"; "attention", all parameters of attention modules; or "new", parameters that the teacher does not
+    have with the same name and shape. Raises SurgeryError: nothing would train.
     """
     parameters = dict(model.named_parameters())
     names = [
@@ -56,18 +51,10 @@ def choose(model: nn.Module, train: str, *, teacher_shapes: Mapping[str, Sequenc
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[str] = ()) -> nn.Module:
-    """Add LoRA adapters (Hu et al., arXiv:2106.09685) to linear modules with PEFT; only the adapters train.
+    """Add LoRA adapters (Hu et al., arXiv:2106.09685) to linear modules in place with PEFT; only the adapters train.
 
-    The model is changed in place and can be called as before.
-
-    Args:
-        modules: names of linear modules, with * and ?; empty for all linear modules of attention.
-
-    Returns:
-        The PEFT model around it, which saves and merges adapters.
-
-    Raises:
-        SurgeryError: peft is not installed, or no linear module matches.
+    `modules` are names with * and ?; empty for all linear modules of attention. Returns the PEFT model around it, which
+    saves and merges adapters. Raises SurgeryError: peft is not installed, or no linear module matches.
     """
     try:
         from peft import LoraConfig, get_peft_model

@@ -35,12 +35,7 @@ class Matrix(Protocol):
 
 
 class DequantizedStore:
-    """Store that lists each quantized matrix in place of its first part; dequantizes at most 16 MiB at a time.
-
-    Args:
-        store: store of the parts and of all other tensors.
-        matrices: quantized matrices by tensor name.
-    """
+    """Store that lists each quantized matrix in place of its first part; dequantizes at most 16 MiB at a time."""
 
     def __init__(self, store: Store, matrices: Mapping[str, Matrix]):
         self._store, self._matrices, self.max_readers = store, matrices, store.max_readers

@@ -27,11 +27,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def parse_size(size: int | str, name: str = "") -> int:
     """Parse a size in bytes: ``5GB``, ``500 MB`` (decimal), ``5GiB``, ``500MiB`` (binary) or a plain number.
 
-    Args:
-        name: name of the setting, for error messages.
-
-    Raises:
-        SurgeryError: the text is not a size, or is not positive.
+    Raises SurgeryError about the setting ``name``: the text is not a size, or is not positive.
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(size))
     try:

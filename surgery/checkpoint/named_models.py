@@ -77,10 +77,9 @@ def name_of(path: str) -> str:
 
 
 def output_of(name: str, out: Path | None, ending: str) -> Path | None:
-    """Return the user's output path, a path in the working folder for an alias, or None for the default.
+    """Return the user's output path, one in the working folder for an alias, or None for the default.
 
-    Args:
-        ending: suffix for the name: a file suffix, or a word that is added after a dash.
+    ``ending`` is a file suffix, or a word that is added after a dash.
     """
     if out is None and name in _OUTPUT_NAMES:
         return Path(f"{_OUTPUT_NAMES[name]}{'' if ending.startswith('.') else '-'}{ending}")

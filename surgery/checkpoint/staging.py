@@ -1,8 +1,7 @@
 """Atomic creation of an output folder.
 
 All files are written to ``<out>.partial``, which is renamed at the end. Its ledger lists every file before it is
-written, so that cleanup removes only these, and is locked while a process works. A subfolder, which never becomes part
-of the output, holds the state from which an interrupted run resumes.
+written, and is locked while a process works. A subfolder holds the state from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -212,10 +211,7 @@ class Staging:
         return lambda path: is_more(path) or (is_listed(path) and not (excluded and path.startswith(f"{excluded}/")))
 
     def _clear(self, *, keep_unfinished: bool) -> bool:
-        """Remove all files of runs from the partial folder except the ledger, which still lists them if interrupted.
-
-        Returns whether only the ledger is left.
-        """
+        """Remove all files of runs from the partial folder except the ledger; return whether only the ledger is left."""
         if not keep_unfinished:
             self._remove_unfinished()
         remove_owned(self.partial, self._owned(excluded=UNFINISHED if keep_unfinished else ""))

@@ -19,12 +19,7 @@ MARKER = ".surgery-work"
 
 
 class WorkFolder:
-    """Folder with a marker that distinguishes it from a user's folder.
-
-    Args:
-        path: path of the folder.
-        owned: returns the predicate of files that runs have written so far, except marker and lock.
-    """
+    """Folder with a marker that distinguishes it from a user's; ``owned`` returns the predicate of written files."""
 
     def __init__(self, path: Path, owned: Callable[[], IsOwned]):
         self.path, self._owned = path, owned

@@ -28,7 +28,6 @@ class CheckpointWriter:
     Leaving the context without a commit removes everything that was written.
 
     Args:
-        out: the output folder.
         plan: dtype and shape of every tensor, in the order of the files.
         max_shard_size: bytes of tensors per file, or ``5GB``, ``500MiB``; a larger tensor gets a separate file.
         overwrite: replace ``out`` if it is a result of this program or empty.
@@ -37,14 +36,7 @@ class CheckpointWriter:
         stored_names: names in the files, for tensors with other names in the plan.
         parts: stored tensors of quantized matrices that are copied without dequantization, by name in the plan.
 
-    Attributes:
-        out: the final folder.
-        partial: the folder until `commit`.
-        plan: dtype and shape of every tensor.
-
-    Raises:
-        SurgeryError: the plan cannot be stored, ``out`` may not be written, or the disk is too full. Nothing has been
-            written in this case.
+    Raises SurgeryError: the plan cannot be stored, ``out`` may not be written, or the disk is too full.
     """
 
     def __init__(
@@ -99,7 +91,7 @@ class CheckpointWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a planned tensor, from any device.
 
-        Raises SurgeryError: the tensor is not in the plan, was written before, has another dtype or shape, holds NaN or
+        Raises SurgeryError: it is not in the plan, was written before, has another dtype or shape, holds NaN or
         infinity, or the disk is full.
         """
         self._check_planned(name, tensor)
@@ -146,10 +138,9 @@ class CheckpointWriter:
         return [name for name in self.plan if name not in self._written]
 
     def finish(self) -> None:
-        """Flush the weights to disk; ``partial`` can then be opened by readers.
+        """Flush the weights to disk; ``partial`` can then be opened by readers, and other files may still be added.
 
-        Other files may still be added. `commit` calls this method. Raises SurgeryError: planned tensors were not
-        written, or the disk is full.
+        Raises SurgeryError: planned tensors were not written, or the disk is full.
         """
         self._require_open()
         if missing := self.missing():

@@ -114,11 +114,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def owned_result(folder: Path, *more: str) -> tuple[IsOwned, str | None]:
-    """Return the ownership predicate of a result folder and the first path that this program did not write.
-
-    Args:
-        more: names of additional files that belong to this program.
-    """
+    """Return a predicate that owns a result folder's files, and ``more`` names, and the first path that is not ours."""
     first: tuple[IsOwned, str | None] | None = None
     for name in RECORDS:
         is_owned = _recorded(folder, name, more)
@@ -180,9 +176,6 @@ class Ledger:
     """Ledger of a folder of unfinished work: the processes that write there, and patterns of their files.
 
     A line is written before its file is created, so that the ledger lists every file that a killed process leaves.
-
-    Args:
-        path: path of the ledger.
     """
 
     def __init__(self, path: Path):

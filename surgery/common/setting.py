@@ -77,11 +77,8 @@ def setting(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, *
 class Setting:
     """A field of a settings class.
 
-    Attributes:
-        kinds: allowed types; empty: any value passes.
-        listed: values of a Literal type; ``choices`` adds plug-ins.
-        optional: whether None is allowed.
-        many: whether the field is a tuple of values.
+    ``kinds`` are the allowed types, empty if any value passes; ``listed`` are those of a Literal, to which ``choices``
+    adds plug-ins; ``optional``: whether None is allowed; ``many``: whether the field is a tuple.
     """
 
     name: str

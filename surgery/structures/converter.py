@@ -65,17 +65,10 @@ class Conversion:
 
 
 def convert(request: ConversionRequest, *, shared: bool = False, progress: Progress | None = None) -> Conversion | None:
-    """Convert a checkpoint and write the result as a Hugging Face checkpoint.
+    """Convert a checkpoint and write the result; None on processes other than the main one.
 
-    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. With several processes,
-    all share the calibration; the main process does the rest.
-
-    Args:
-        shared: whether all processes that a launcher started share the work.
-        progress: progress bars; silent if None.
-
-    Returns:
-        None on processes other than the main one.
+    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. If ``shared``, all
+    processes that a launcher started share the calibration.
 
     Raises:
         SurgeryError: bad input or an impossible request; no files are left.
@@ -219,10 +212,7 @@ def build_report(
 ) -> Report:
     """Build the report of a conversion whose files are written and verified, without their names and hashes.
 
-    Args:
-        name: name of the output folder, for the commands of engines.
-        plan: specs of all written tensors.
-        command: command line of the user.
+    ``name`` is that of the output folder, for the commands of engines; ``plan`` has the specs of all written tensors.
     """
     opened, reader, progress = work.opened, work.opened.reader, work.progress
     shape, hub = outcome.shape or SourceShape.of(opened), id_of_snapshot(reader.source)

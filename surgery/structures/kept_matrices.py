@@ -63,11 +63,7 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
 
 
 def kept_matrices(reader: CheckpointReader, settings: ConversionSettings, tensors: Mapping[str, TensorSpec]) -> Parts:
-    """Return the stored tensors of the matrices that stay quantized; empty without the option.
-
-    Args:
-        tensors: every tensor of the result.
-    """
+    """Return the stored tensors of the matrices of a result that stay quantized; empty without the option."""
     if not asked_to_keep(settings):
         return {}
     outside = [name for name in tensors if ATTENTION not in name and name in reader]

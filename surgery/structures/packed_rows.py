@@ -60,11 +60,7 @@ class Spectra(Protocol):
 
 
 class Converted(Protocol):
-    """Converted layer.
-
-    Attributes:
-        clipped: share of the calibration values outside the range of their channel.
-    """
+    """Converted layer; ``clipped`` is the share of the calibration values outside the range of their channel."""
 
     clipped: float
 
@@ -76,7 +72,6 @@ class RowLayerReport:
     Attributes:
         rank, rope_dim: channels of the latent and of the shared key; 0 for an unchanged layer.
         shared_rank: number of latents of earlier layers that the layer reads.
-        row_bytes: bytes of a packed row.
         bits: number of channels by bit width.
         factor: measured divided by predicted loss of converting this layer alone, as used by the allocation.
         clipped: share of calibration values outside the range of their channel.
@@ -120,11 +115,7 @@ class RowWriter(Protocol):
 class PackedRows(Structure[Source, Settings]):
     """Abstract base class of conversions to a cache of packed rows.
 
-    Attributes:
-        exact_stages: exact stages of the report, before the quantized stage.
-        least_granules: minimum number of granules of a row.
-        usual_ratio: default KV ratio.
-        reason: reason for the target class.
+    ``exact_stages`` of the report precede the quantized one; a row has at least ``least_granules`` granules.
     """
 
     supports_multimodal = True

@@ -32,11 +32,9 @@ class Target:
     """Target of a conversion.
 
     Attributes:
-        settings_class: settings of the conversion.
         home: import path ``module:name`` of its :class:`surgery.structures.base.Structure`.
         fixed: settings that the name of the target implies.
-        called: description of the converted attention.
-        about: explanation of the name in the help of ``--to``.
+        called: description of the converted attention; ``about`` explains the name in the help of ``--to``.
         ending: ending of the default output name, to which settings may add; the target's name if empty.
         methods: import path ``module:name`` of the registry of its methods, to which plugins add.
     """

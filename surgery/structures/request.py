@@ -24,12 +24,9 @@ class ConversionRequest:
         source: local folder or file, or hub id.
         out: output folder; None: next to the source, named after the source and the target.
         settings: settings, whose class determines the target.
-        overwrite: replace an existing checkpoint in ``out``.
-        allow_pickle: read pickled weights if there are no others.
         restart: start from scratch instead of resuming an interrupted conversion.
         keep_code: copy the source's code files, too.
-        command: command line of the user, for the report.
-        predicted: predictions of `surgery plan`, for the report.
+        command, predicted: command line of the user, and predictions of `surgery plan`, for the report.
     """
 
     source: str | Path

@@ -277,12 +277,8 @@ def _run(
 def shared_rank(full: int, layers: int, settings: CrossLayerSettings, rotary_elements: int = 0) -> int:
     """Compute the elements per token that a group of ``layers`` shares, in place of the ``full`` that they cache.
 
-    Args:
-        rotary_elements: elements of the rotated keys of MLA, which stay unchanged. The ratio (default 0.5 with them,
-            0.25 without) includes them.
-
-    Raises:
-        SurgeryError: the rank is less than 1 or not less than ``full``.
+    The ratio (default 0.5 for MLA, else 0.25) includes the ``rotary_elements`` of MLA's keys, which stay unchanged.
+    Raises SurgeryError: the rank is less than 1 or not less than ``full``.
     """
     ratio = (0.5 if rotary_elements else 0.25) if settings.kv_ratio is None else settings.kv_ratio
     rank = settings.rank * layers if settings.rank else int(ratio * (full + rotary_elements) + 1e-9) - rotary_elements
@@ -317,16 +313,13 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class GroupReport:
-    """Report of one group of layers.
+    """Report of one group of layers, "first-last".
 
     Attributes:
-        layer: first and last layer of the group, "first-last".
-        ranks: elements per token that the group caches for tokens outside the full-precision ones; for merged pairs
-            the direction and the norms.
+        ranks: elements per token that the group caches for tokens outside the full-precision ones.
         shared_rank: elements that other groups read; 0.
         key_error, value_error: relative squared error of rebuilt keys and values on held-out text.
-        error: predicted relative error in the metric of the loss, see
-            :class:`surgery.transforms.cross_layer.SharedBasis`; None if there is no prediction.
+        error: predicted relative error in the metric of the loss; None if there is no prediction.
         measured: relative error of the group's contribution to the hidden states, on the source's inputs, by stage.
     """
 

@@ -107,8 +107,7 @@ def measure_plan(
 ) -> tuple[Tensor, dict[str, Score], list[float]]:
     """Run the source, with and without the plan's attention masks, over the held-out text.
 
-    Returns:
-        Final hidden states [N, T, D] under the plan; loss and recall by stage; the error of each layer.
+    Returns final hidden states [N, T, D] under the plan, loss and recall by stage, and the error of each layer.
     """
     stream, batch = opened.stream, settings.batch_size
     source = stream.embed(texts.held_out.tokens)

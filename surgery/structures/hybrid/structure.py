@@ -1,8 +1,7 @@
 """``surgery convert --to hybrid``: heads with full context next to streaming heads of sinks and recent tokens.
 
-Needs no calibration. Heads are reordered so that full heads come first, and the model class caches only sinks and a
-window for the others. The loss is measured on held-out text: the source runs side by side with and without attention
-masks for the streaming heads. The written files are reloaded, run with their caches and compared with the masked run.
+Needs no calibration. Full heads are moved to the front, and the model class caches only sinks and a window for the
+others. The source runs on held-out text with and without masks, and the written files are compared with the masked run.
 """
 
 from __future__ import annotations

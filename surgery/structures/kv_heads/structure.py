@@ -57,8 +57,7 @@ class HeadsLayerReport:
 
     Attributes:
         groups: the source's KV heads that each KV head replaces.
-        key_error, value_error: predicted errors, see :class:`surgery.transforms.kv_heads.MergedLayer`; None for method
-            key-norm, which reassigns query heads.
+        key_error, value_error: predicted errors; None for method key-norm, which reassigns query heads.
         measured: relative output error of the layer's attention on the source's inputs, at the merged stage.
         queries: number of query heads of each KV head, for method key-norm.
     """
@@ -83,13 +82,7 @@ class HeadsLayerReport:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Heads of the result.
-
-    Attributes:
-        kv_heads: number of KV heads, by layer.
-        heads: number of query heads, equal in all layers.
-        queries: number of query heads of each KV head, by layer; None if all have equally many.
-    """
+    """Heads of the result: KV heads by layer, query heads, and query heads of each KV head by layer if these differ."""
 
     kv_heads: list[int]
     heads: int

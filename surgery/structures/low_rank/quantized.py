@@ -32,23 +32,14 @@ from surgery.transforms.row_quantizer import reader
 
 @dataclass
 class _Group:
-    """State of the earlier layers of a group, during one pass over the layers.
-
-    Attributes:
-        latents: decoded latents of the calibration text, [N, T, r] per layer.
-        attentions: surrogate attention modules.
-    """
+    """State of the earlier layers of a group: decoded latents [N, T, r] of the calibration text, and surrogates."""
 
     latents: list[Tensor] = field(default_factory=list)
     attentions: list[SimulatedLowRank] = field(default_factory=list)
 
 
 class QuantizedRows(PackedRows[LowRankSettings]):
-    """Conversion to keys and values that are rebuilt from one packed row per token and layer.
-
-    Attributes:
-        name: name of the target in the report.
-    """
+    """Conversion to keys and values that are rebuilt from one packed row per token and layer."""
 
     name = "lowrank"
 

@@ -94,11 +94,7 @@ class _Group:
 
 
 class LowRank(Structure[Source, LowRankSettings]):
-    """Conversion to low-rank latents, from which keys and values are rebuilt.
-
-    Attributes:
-        name: name of the target in the report.
-    """
+    """Conversion to low-rank latents, from which keys and values are rebuilt."""
 
     name = "lowrank"
     supports_multimodal = True

@@ -1,7 +1,6 @@
 """``surgery convert --to mla --bits auto``: nearly all components are kept, and bits are allocated to each.
 
-One byte budget is allocated over the rotated keys and latents of all layers; see
-:mod:`surgery.transforms.quantized_mla`.
+One byte budget is allocated over all layers; see :mod:`surgery.transforms.quantized_mla`.
 """
 
 from __future__ import annotations

@@ -55,9 +55,7 @@ class SmallerLayerReport:
     """Errors of one layer.
 
     Attributes:
-        rank: rank of the latent.
-        latent_error: predicted squared error of the latent in the metric of the loss, including the error of the norm.
-        latent_error_share: ``latent_error`` relative to the energy of the whole latent.
+        latent_error: predicted squared error of the latent in the metric of the loss, with that of the norm; its share.
         norm_error: measured relative error of the latent norm, root mean square over tokens.
         energies: energies of all latent dimensions of the source, descending, in the metric of ``latent_error``.
         measured: relative output error of the layer's attention on the source's inputs, by stage.
@@ -222,14 +220,7 @@ def requested_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
 
 @dataclass(frozen=True)
 class SmallerLatents:
-    """Writer of MLA with a smaller rank, in the source's class.
-
-    Attributes:
-        reader: of the source.
-        layers: number of layers, without MTP layers.
-        rank: new rank of every layer.
-        rope_dim: rotary dimensions, which do not change.
-    """
+    """Writer of MLA with a smaller rank, in the source's class; ``layers`` are those without MTP layers."""
 
     reader: CheckpointReader
     layers: int
@@ -264,8 +255,7 @@ class SmallerLatents:
     def tensors(self, layer: int, smaller: LatentAnatomy) -> dict[str, Tensor]:
         """Return a layer's new tensors by their full names, in the source's dtypes.
 
-        The norm's weight is a power of two, which no dtype rounds, near the source's, so that cached values keep their
-        size.
+        The norm's weight is a power of two, which no dtype rounds, near the source's.
         """
         rank, prefix = smaller.rank, ATTENTION_PREFIX.format(layer=layer)
         typical = float(self.reader.tensor(f"{prefix}{NORM}.weight").double().abs().mean())

@@ -1,8 +1,7 @@
 """``surgery convert --to quantized``: quantized keys and values, in one packed row per token.
 
-Every KV head has one basis for its keys before RoPE and one for its values, and bits are allocated to each component.
-Heads share no latents, so decoding a head takes products of its width only. Low rank, which shares latents between
-heads, increases the loss less at the same bytes and takes several times the operations to decode.
+Every KV head has one basis for its keys before RoPE and one for its values. Heads share no latents, so decoding a head
+takes products of its width only; low rank loses less at the same bytes and takes several times the operations.
 """
 
 from __future__ import annotations

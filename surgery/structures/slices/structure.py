@@ -1,8 +1,7 @@
 """``surgery slice``: a smaller checkpoint from a converted one, by keeping the first latents of every block.
 
-Needs no calibration: conversions order latents by energy, so that the first ones form a good model. If ranks may differ
-between layers, a few allocations are compared on held-out text. The written slice is verified against the whole
-checkpoint with the dropped latents set to zero before it is moved to its final path.
+Needs no calibration: conversions order latents by energy. If ranks may differ between layers, a few allocations are
+compared on held-out text. The slice is verified against the whole checkpoint with the dropped latents set to zero.
 """
 
 from __future__ import annotations
@@ -38,14 +37,10 @@ class SlicedLayerReport:
     """Report of one layer.
 
     Attributes:
-        rank: number of latents of the slice.
-        ranks: number of latents in each block.
-        rope_dim: rotary dimensions that are cached next to the latents.
+        rank, ranks: number of latents of the slice, and in each block.
         rope_error: None, as no rotary dimension is dropped.
-        latent_error: energy of the dropped latents according to the conversion's report.
-        latent_error_share: ``latent_error`` relative to the energy before slicing.
-        measured: relative error of the attention's output. In a group of layers that read each other's latents, the
-            inputs already contain the errors of earlier layers.
+        latent_error: energy of the dropped latents according to the conversion's report; its share of the energy.
+        measured: relative error of the attention's output, in groups on inputs with the errors of earlier layers.
     """
 
     layer: int
@@ -157,13 +152,9 @@ BEFORE, SLICED = "before slicing", "sliced"
 
 @dataclass(frozen=True)
 class MeasuredSlice:
-    """Held-out measurement of the best candidate.
+    """Held-out losses of all candidates, None without text, and the score of the whole checkpoint.
 
-    Attributes:
-        best: name of the best candidate.
-        losses: held-out losses of all candidates; None without text.
-        before: score of the whole checkpoint.
-        score, hidden, errors: of the best candidate, its score, final hidden states [N, T, D] and errors by layer.
+    Of the best candidate: score, final hidden states [N, T, D] and errors by layer.
     """
 
     best: str
