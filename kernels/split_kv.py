@@ -34,13 +34,10 @@ def processors(device: torch.device) -> int:
 
 
 def splits_of(config: Config, programs: int, query: Tensor, capacity: int, window: int | None = None) -> int:
-    """Return the number of splits per row, as configured or from shapes alone.
+    """Return the splits per row of a query [B, T, H, ·], as configured or from shapes alone.
 
-    Args:
-        programs: programs of the launch without splits.
-        query: [B, T, H, ·].
-        capacity: tokens that a row of the cache has room for.
-        window: latest tokens that a query sees; None for all.
+    ``programs`` are those without splits, ``capacity`` the tokens that a row has room for, ``window`` the latest ones
+    seen.
     """
     if config.splits is not None:
         return config.splits
@@ -129,15 +126,9 @@ MOST_SPLITS = 128
 
 
 def split_count(programs: int, tokens: int, processors: int) -> int:
-    """Return the number of splits for up to two waves of programs, with at least `LEAST_TOKENS` tokens per split.
+    """Return a power of two of splits for up to two waves of programs, with at least `LEAST_TOKENS` tokens per split.
 
-    Args:
-        programs: programs of the launch without splits.
-        tokens: capacity of a row in the cache, not its current length.
-        processors: streaming multiprocessors of the GPU.
-
-    Returns:
-        A power of two from 1 to `MOST_SPLITS`, so that few kernels are compiled.
+    ``tokens`` is the capacity of a row, not its length. A power of two up to `MOST_SPLITS` compiles few kernels.
     """
     count = min(2 * processors // max(programs, 1), tokens // LEAST_TOKENS, MOST_SPLITS)
     return 1 << (max(count, 1).bit_length() - 1)

@@ -36,13 +36,9 @@ SPARE = 12.0
 
 @dataclass(frozen=True)
 class Setup:
-    """Machine and size of a run.
+    """Machine and size of a run, with checkpoints and records in ``work``; ``tiny``: rehearsal at tiny shapes.
 
-    Attributes:
-        work: folder of checkpoints and records, reused by later runs on the same machine.
-        device: device of the measurements, such as cuda.
-        tiny: whether this is a rehearsal at tiny shapes.
-        model: GGUF file or folder of a small real model; None if it has not arrived.
+    ``model`` is a GGUF file or folder of a small real model; None if it has not arrived.
     """
 
     work: Path
@@ -65,14 +61,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """One process of a run.
+    """One process of a run, with a time limit that is four times as long in a rehearsal.
 
     Attributes:
-        name: name in the results.
-        seconds: time limit; four times as long in a rehearsal.
         arguments: function from the setup and the time limit to the arguments of the Python interpreter.
         records: result files below the work folder, see :class:`gpu_run.Records`.
-        needs_model: whether it runs on the small real model.
         environment: function from the setup to additional environment variables.
     """
 

@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def position_ids(self) -> LongTensor:
-        """Position ids [B, T] int64 that restart with every document, from which transformers derives a document mask."""
+        """Position ids [B, T] int64 that restart with every document, as transformers' document masks need them."""
         index = torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
         first = torch.zeros_like(index)
         first[:, 1:] = torch.where(self.documents[:, 1:] != self.documents[:, :-1], index[:, 1:], 0)

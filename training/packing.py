@@ -1,4 +1,4 @@
-"""Packing of documents, each ended by eos, into rows of one length with a bos before each, and the order of the rows."""
+"""Packing of documents, each ended by eos, into rows of one length with a bos, and the order of the rows."""
 
 from __future__ import annotations
 

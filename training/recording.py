@@ -37,7 +37,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 class Recording:
-    """Tensors of a decoder's last forward pass, of `count` layers, with the autograd graph if gradients were enabled."""
+    """Tensors of a decoder's last forward pass, with the autograd graph if gradients were enabled."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -145,16 +145,11 @@ def undamaged(names: Sequence[str]) -> Iterator[None]:
 
 
 def merge(reports: Sequence[Report], names: Sequence[str]) -> Report:
-    """Merge reports that were made on the same data with the same settings.
+    """Merge reports, named so in errors, that were made on the same data with the same settings.
 
-    The baseline is that of the first report that has one; the baselines of all reports must be the same model. Rows
-    with the same name must be the same model; results that only a later report has are added.
-
-    Args:
-        names: names of the reports in errors.
-
-    Raises:
-        SurgeryError: data, settings or baselines differ, or two models have the same name.
+    The baselines of all reports must be the same model. Rows with the same name must be the same model; results that
+    only a later report has are added. Raises SurgeryError: data, settings or baselines differ, or two models have the
+    same name.
     """
     if not reports:
         raise SurgeryError("no report to compare: give the report.json of two or more evaluations")

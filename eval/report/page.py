@@ -119,11 +119,9 @@ TOGGLED = re.compile(f"({REST}|{FAINT})-[0-9]+")
 
 
 def inline(figure: Figure, prefix: str, title: str) -> Markup:
-    """Convert a figure to inline SVG; elements that can be hidden get the class "rest" or "faint".
+    """Convert a figure to inline SVG with a title; elements that can be hidden get the class "rest" or "faint".
 
-    Args:
-        prefix: prefix of all ids and references, so that they are unique among the figures of a page.
-        title: title for screen readers.
+    The prefix makes ids and references unique among the figures of a page.
     """
     root = ElementTree.fromstring(to_svg(figure))
     for parent in root.iter():

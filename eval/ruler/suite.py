@@ -35,14 +35,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class RulerSpec:
-    """Specification of one task.
+    """Specification of one task: function that drafts a sample, and its smallest haystack size.
 
-    Attributes:
-        draft: function that drafts a sample with a haystack of a given size.
-        least: smallest haystack size.
-        new_tokens: maximum tokens of an answer, by domain; RULER's values for text. In code, the answer to a needle
-            starts directly with five digits (at worst one token each), but variable names take more tokens than with
-            RULER's tokenizers.
+    ``new_tokens`` of an answer, by domain, are RULER's for text. In code, the answer to a needle starts directly with
+    five digits, but variable names take more tokens than with RULER's tokenizers.
     """
 
     draft: Callable[[Setting, int], Draft]

@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LmHarnessTask:
-    """One task, group or tag of lm-evaluation-harness.
-
-    Attributes:
-        task: name in the harness.
-        include_path: folder of user tasks.
-        num_fewshot: few-shot examples per prompt; None for the task's default.
-    """
+    """One task, group or tag of lm-evaluation-harness; None as `num_fewshot` is the task's default."""
 
     task: str
     include_path: Path | None = None
@@ -67,13 +61,9 @@ class LmHarnessTask:
 def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
     """Return the version of a task without loading its data.
 
-    Returns:
-        `folder_sha256`: hash of all files under `include_path`, data and code of user tasks included; None without a
-        path. `lm_eval`: version of the harness, which determines its built-in tasks. Data from the Hub is not
-        included: the harness downloads the latest revision unless a task pins one.
-
-    Raises:
-        SurgeryError: the harness is not installed, the folder does not exist, or there is no such task.
+    `folder_sha256` hashes all files under `include_path`, data and code of user tasks included; `lm_eval` is the
+    version of the harness. Data from the Hub is not included. Raises SurgeryError: the harness is not installed, the
+    folder does not exist, or there is no such task.
     """
     _require_harness()
     if include_path is not None and not include_path.is_dir():
@@ -91,24 +81,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Run one task, group or tag of the harness on a loaded model, with the seeds of its command line.
 
-    The model is not moved, cast or modified. The harness reads the maximum context length from the model's config.
+    The model is not moved, cast or modified. Relative paths in a user task's YAML refer to the working directory.
 
-    Args:
-        task: name in the harness.
-        include_path: folder of user tasks, searched in addition to the built-in ones. As in the harness, relative
-            paths of data files in a task's YAML refer to the working directory.
-        num_fewshot: few-shot examples per prompt; None for the task's default.
-
-    Returns:
-        On every process: `metrics`, a map from name to `value`, `stderr` (None if the harness gives none) and
-        `higher_is_better`; the metrics of a group's subtasks are named `subtask/metric` and follow those of the
-        group. A filter other than "none" is part of the name, as in `exact_match,strict-match`. Then `versions` by
-        task; `n_shot`, None if subtasks differ; `n_samples`, the sum over subtasks; and `lm_eval`, the version of the
-        harness.
-
-    Raises:
-        SurgeryError: see `task_identity`; or the harness failed, for instance because data cannot be downloaded or
-            the task executes generated code.
+    Returns on every process `metrics`, a map from name to `value`, `stderr` and `higher_is_better`; those of a group's
+    subtasks are named `subtask/metric` and follow the group's, and a filter other than "none" is part of the name. Then
+    `versions` by task; `n_shot`, None if subtasks differ; `n_samples`, the sum over subtasks; and `lm_eval`, the
+    harness's version. Raises SurgeryError: see `task_identity`; or the harness failed.
     """
     task_identity(task, include_path)
     return session.processes.from_main(lambda: _evaluate(model, session, task, include_path, num_fewshot))

@@ -29,12 +29,9 @@ FIRST_BUCKET = 32
 
 @dataclass(frozen=True)
 class KeptPredictions:
-    """Final states of the baseline and a copy of its LM head, so that the model can be freed.
+    """Final states [B, T - 1, ...] of the baseline by batch of this process, on the CPU, losses in nats, and head.
 
-    Attributes:
-        head: LM head; None if the states are logits.
-        states: states [B, T - 1, ...] by batch index, on the CPU; only the batches of this process.
-        losses: losses [B, T - 1] in nats of the same batches.
+    A copy, so that the model can be freed; no head if the states are logits.
     """
 
     head: nn.Module | None

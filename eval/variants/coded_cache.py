@@ -167,18 +167,13 @@ class CodedLayer(CompactLayer):
 
 
 def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer], chunk: int = 0) -> PreTrainedModel:
-    """Replace the KV cache of `model` by `CodedLayer`s.
+    """Replace the KV cache of `model` by `CodedLayer`s, with a hook on its decoder; return it.
 
-    Args:
-        layers: cache settings, one per model layer. Sliding-window layers keep transformers' cache layers.
-        chunk: maximum tokens per forward pass for `delayed` layers; divides their sinks and tiles. 0: no limit.
-
-    Returns:
-        `model` itself, with a hook on its decoder.
+    Sliding-window layers keep transformers' cache layers. `chunk` is the maximum tokens per forward pass for `delayed`
+    layers, which divides their sinks and tiles; 0: no limit.
 
     Raises:
-        NoVariant: the format does not support the head sizes, or the model is not a decoder with at least one layer
-            of full attention.
+        NoVariant: as `install`, or the format does not support the head sizes.
         SurgeryError: the model is a variant already. Raised later: a call passes a non-empty cache of another class.
     """
 

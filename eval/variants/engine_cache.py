@@ -43,11 +43,7 @@ CALIBRATED = ("oscar_int2",)
 
 
 def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None = None) -> PreTrainedModel:
-    """Replace the KV cache of `model` by an emulation of an engine's cache format.
-
-    Args:
-        format: one of `FORMATS` or `CALIBRATED`.
-        tokens: calibration sequences [N, T], for formats in `CALIBRATED`.
+    """Replace the KV cache of `model` by an emulation of an engine's format, calibrated on sequences [N, T] if needed.
 
     Raises:
         NoVariant: the format does not support the head sizes, or no layer has full attention.

@@ -56,13 +56,7 @@ SAMPLE = 128
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes of one sequence in storage.
-
-    Attributes:
-        exact: tokens in full precision.
-        packed: coded tokens before DEFLATE.
-        deflated: coded tokens after it.
-    """
+    """Bytes of one sequence in storage: tokens in full precision, and coded tokens before and after DEFLATE."""
 
     exact: int
     packed: int
@@ -106,13 +100,9 @@ class KeysAndValues:
 
 
 class Storage(nn.Module):
-    """Coded tokens of a cache. A module, which the count of a live cache's bytes skips.
+    """Coded tokens of a cache of B rows. A module, which the count of a live cache's bytes skips.
 
-    Attributes:
-        rows: number of sequences, B.
-        positions: positions [B or 1, T] of all tokens.
-        parts: for keys and values, the coders' tensors by encoding.
-        coded: number of coded tokens.
+    ``positions`` [B or 1, T] are of all tokens; ``parts`` are the coders' tensors by encoding, for keys and values.
     """
 
     def __init__(self, coders: tuple[TransformCoder, TransformCoder]) -> None:
@@ -222,16 +212,9 @@ class StoredTurns:
 
 
 def kvtc_cache(model: PreTrainedModel, format: str, spectra: tuple[Spectrum, Spectrum]) -> PreTrainedModel:
-    """Let `model` read older tokens as they are restored from storage, as the module describes.
+    """Let `model` read older tokens as they are restored from storage, as the module describes; return it.
 
-    Sets `model.stored_bytes()`: the `StoredBytes` of each sequence of the latest pass.
-
-    Args:
-        format: one of `PRESETS`.
-        spectra: of keys and of values, see `kvtc_spectra`.
-
-    Returns:
-        `model` itself, with hooks on its decoder.
+    Sets `model.stored_bytes()`: the `StoredBytes` of each sequence of the latest pass. `spectra` are of `kvtc_spectra`.
 
     Raises:
         NoVariant: the model has layers without full attention, or no rotary embedding.

@@ -43,10 +43,7 @@ def obstacles(
 ) -> list[str]:
     """Return the reasons why the stock class cannot hold a conversion; empty if it can.
 
-    Args:
-        config: the source's config.json.
-        experts, mlp_bias: whether the source's feed-forward layers have experts or biases.
-        extra_parts: other parts of its layers that the stock class lacks.
+    The source's feed-forward layers may have experts or biases, and its layers extra parts that the stock class lacks.
     """
     reasons = [] if extra_parts is None else [f"the source has {extra_parts}"]
     if spec.key_norm_eps is not None:
@@ -74,8 +71,6 @@ class StockMLA:
     """Writer of MLA as stock ``deepseek_v3``.
 
     Attributes:
-        spec: shapes of the conversion.
-        norm: neutral norm of the latent.
         rescale: factor on the residual stream; 1.0 if the source's eps is kept.
         head_sizes: unrotated, rotary and value dimensions of a head, zero padding included; None: no padding.
         untied: whether tied embeddings are written twice, as embeddings and output head.
@@ -338,15 +333,10 @@ LARGEST_WEIGHT = 2.0**14
 
 
 def query_latent(query: Tensor, bias: Tensor, input_scale: float) -> dict[str, Tensor]:
-    """Return tensors that compute ``query x + bias`` through a latent [x ; 1].
+    """Return tensors that compute ``query x + bias``, [n, D] and [n], through a latent [x ; 1].
 
     The norm's weight at the constant is chosen so that no bias exceeds the largest weight of its row in ``q_b_proj``,
-    since weight quantizers use one scale for both.
-
-    Args:
-        query: [n, D].
-        bias: [n].
-        input_scale: factor already applied to the inputs x.
+    as weight quantizers use one scale for both. ``input_scale`` is already applied to the inputs x.
     """
     width = query.shape[1] + 1
     constant = CONSTANT * input_scale

@@ -1,8 +1,7 @@
 """Slicing of a converted checkpoint to fewer latents: rows and columns of its tensors, and config.json.
 
-Conversions sort the latents of a block by importance, so the first ones are the best smaller model (nested ranks,
-MatryoshkaKV, arXiv:2410.14731). Slicing selects rows and columns and changes no value, except for the factor of the
-norm in a stock class with a constant channel.
+Conversions sort the latents of a block by importance (nested ranks, MatryoshkaKV, arXiv:2410.14731). Slicing changes no
+value, except for the factor of the norm in a stock class with a constant channel.
 """
 
 from __future__ import annotations
@@ -52,12 +51,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class LatentModel:
-    """Checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``.
-
-    Attributes:
-        config: its config.json.
-        norm: neutral norm of the stock class's latents; None for the custom model class.
-    """
+    """Checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``, which has a norm."""
 
     config: dict
     norm: NeutralNorm | None

@@ -42,13 +42,7 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Subject:
-    """Model to measure.
-
-    Attributes:
-        name: model name in the report.
-        kind: source, a target of `--to`, or checkpoint.
-        build: loads or creates the model on a device.
-    """
+    """Model to measure: source, a target of `--to`, or checkpoint; ``build`` loads or creates it on a device."""
 
     name: str
     kind: str
@@ -60,7 +54,6 @@ class DecodeSettings:
     """Settings of a decode benchmark.
 
     Attributes:
-        contexts: tokens in the cache.
         batches: batch sizes; None for the largest that fits.
         rank, rope_dim: latent rank and rotary dimensions of converted models of a named shape.
         structures: conversion targets for named shapes.

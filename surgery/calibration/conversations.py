@@ -86,16 +86,9 @@ def sample_conversations(
 ) -> list[list[int]]:
     """Sample conversations of one question and the model's answer at temperature 1, at least ``tokens`` tokens in all.
 
-    The seed shuffles the prompts. If they do not suffice, they are repeated with new answers.
-
-    Args:
-        advance: called with the number of new tokens, `tokens` in total.
-
-    Returns:
-        Token ids of each conversation, with the special tokens of the template.
-
-    Raises:
-        SurgeryError: the tokenizer has no chat template, or the template does not accept a user's question.
+    The seed shuffles the prompts, which are repeated with new answers if needed. ``advance`` is called with the number
+    of new tokens. Returns the token ids of each, with the template's special tokens. Raises SurgeryError: the tokenizer
+    has no chat template, or it does not accept a user's question.
     """
     ends = _eos_ids(model, tokenizer)
     template = ChatTemplate(tokenizer)

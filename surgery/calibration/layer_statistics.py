@@ -46,10 +46,8 @@ class Calibrated(Protocol):
 
     Attributes:
         texts: with calibration tokens [N, T], or None for statistics from weights alone.
-        library: receives the statistics, from the main process.
         store: receives the inputs of each layer in the forward sweep, in one folder for all processes.
         snapshots: state to resume from after an interruption; library and store then hold the finished work.
-        processes: processes that share the tokens.
     """
 
     opened: Source
@@ -67,11 +65,8 @@ def gather(
 ) -> None:
     """Fill the library by a forward and a backward sweep over calibration tokens, or from weights alone.
 
-    Args:
-        gradients: whether to collect moments of the loss gradient.
-        basis_of: key basis for lag statistics, which are stored with the first of ``first_tokens``; None for none.
-        first_tokens: numbers of first tokens per sequence to exclude from moments, since caches keep them in full
-            precision; statistics are collected for each.
+    ``basis_of`` computes the key basis for lag statistics, stored with the first of ``first_tokens``: numbers of first
+    tokens per sequence to exclude from moments, since caches keep them in full precision.
     """
     opened, settings, tokens, library = work.opened, work.settings, work.texts.calibration, work.library
     store, progress, snapshots, processes = work.store, work.progress, work.snapshots, work.processes
@@ -172,15 +167,11 @@ def _from_weights(
 
 
 def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> LayerStatistics:
-    """Estimate statistics from weights, as :func:`surgery.calibration.library.weight_statistics` for other attention.
+    """Estimate statistics from float64 weights, as :func:`surgery.calibration.library.weight_statistics` otherwise.
 
-    Inputs are white noise times the weight of the norm before the attention; norms divide by their expected RMS. In
-    place of moments of loss gradients it uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, both
-    mapped to the latent and scaled to equal trace.
-
-    Args:
-        anatomy: float64.
-        input_scale: [D], the norm's weight.
+    ``input_scale`` [D] is the norm's weight. Norms divide by their expected RMS. In place of moments of loss gradients
+    it uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, mapped to the latent and scaled to equal
+    trace.
     """
     scale, rank, unrotated = input_scale.to(anatomy.down), anatomy.rank, anatomy.unrotated_dim
     rows = anatomy.down * scale
@@ -230,9 +221,7 @@ WITH_LAGS = "fisher"
 class KeptStatistics:
     """Cache on disk of the moments of one source on one text; inputs of layers are not stored.
 
-    Args:
-        folder: parent folder of all entries; created on the first write.
-        facts: everything that determines the statistics, as JSON; the package's version is added.
+    ``facts`` determine the statistics, as JSON; the package's version is added.
     """
 
     def __init__(self, folder: str | Path, facts: dict[str, Any]):

@@ -49,19 +49,13 @@ def iter_documents(source: str, *, seed: int = 0, text_field: str = "text") -> I
     """Iterate lazily over the documents of a text source, in a deterministic order, without empty ones.
 
     Args:
-        source: one of
-            - "builtin": the Python source of the running interpreter's standard library, a document per module;
-            - a `.txt` file, UTF-8, cut at line ends into documents of about 32k characters, so that a book can be split
-              into calibration and held-out text;
-            - a `.jsonl` file, an object per line; a `.json` file, a list of strings or objects; a `.parquet` file;
-            - the name of a dataset: `name` or `name:config:split`, with optional config and split; the default split is
-              "train". It is streamed through the `datasets` library. A local dataset folder is named by its path and a
-              split, `path::train`.
+        source: "builtin", the running interpreter's standard library, a document per module; a `.txt` file, UTF-8, cut
+            at line ends into documents of about 32k characters; a `.jsonl`, `.json` or `.parquet` file; or a dataset,
+            `name` or `name:config:split` (default "train"), which is streamed; a local one is `path::train`.
         seed: shuffles the modules of "builtin"; files and datasets keep their order.
         text_field: field or column with the text in json, jsonl, parquet and datasets.
 
-    Raises:
-        SurgeryError: the source does not exist, cannot be read, or lacks the field; possibly only during iteration.
+    Raises SurgeryError: the source does not exist, cannot be read, or lacks the field; possibly only during iteration.
     """
     path = Path(source).expanduser()
     if not source:

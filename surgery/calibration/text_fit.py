@@ -28,15 +28,10 @@ def measure_fit(
     batch_size: int,
     progress: Progress,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Measure the source's loss on the start of the first sequences of each text, by kind of text.
+    """Measure the source's loss on the start of the first sequences [N, T] of each text, by use and kind.
 
-    Args:
-        texts: sequences [N, T] by use.
-        order: kind of each sequence by use; None if all are of one kind, "text".
-
-    Returns:
-        By use and kind: "loss" (nats per token), "memorised" (share of tokens with a loss below `MEMORIZED`), "tokens"
-        (number of predicted tokens).
+    Returns "loss" (nats per token), "memorised" (share of tokens with a loss below `MEMORIZED`) and "tokens"
+    (predicted). Without ``order`` all are of one kind, "text".
     """
     texts = {use: tokens[:SEQUENCES, :TOKENS] for use, tokens in texts.items()}
     hidden = {use: stream.embed(tokens) for use, tokens in texts.items()}

@@ -59,16 +59,10 @@ def load_texts(
     planted: bool = True,
     held_out_length: int | None = None,
 ) -> Texts:
-    """Tokenize the texts of the settings and measure the source's loss on them.
+    """Tokenize the texts of the settings and measure the source's loss on them, unless the source is not run.
 
-    Args:
-        run_source: if False, nothing is measured, and prose replaces the source's conversations.
-        planted: whether held-out text has planted facts, as calibration text does. Evaluations measure the loss without
-            them, and recall prompts measure recall of facts.
-        held_out_length: truncates held-out sequences to this many tokens; None for the length of calibration.
-
-    Raises:
-        SurgeryError: there is no tokenizer, or the text cannot be read or is too short.
+    Evaluations use held-out text without planted facts: they measure recall by prompts. ``held_out_length`` truncates
+    its sequences. Raises SurgeryError: there is no tokenizer, or the text cannot be read or is too short.
     """
     if settings.calibration == NO_CALIBRATION:
         held_out = HeldOut.random(opened.config.vocab_size, RANDOM_SEQUENCES, RANDOM_LENGTH, settings.seed)

@@ -86,7 +86,7 @@ class CarriedFiles:
         return [name for name in self.names if kind_of(name) is Kind.CODE]
 
     def record(self, names: Collection[str]) -> dict[str, list[str]]:
-        """Return the report entry about the files; those with a name of the output's files are not listed as left out."""
+        """Return the report entry about the files, of which those named as the output's are not left out."""
         replaced = {CARD, SOURCE_CARD, *names}
         return {
             "templates": [name for name in self.names if kind_of(name) is Kind.TEMPLATE],

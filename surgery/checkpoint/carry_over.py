@@ -70,9 +70,7 @@ KEY = "processor_class"
 def name_processor(source: Path, writer: CheckpointWriter) -> None:
     """Add the source's processor class to tokenizer_config.json, unless a file of the output names the class.
 
-    Args:
-        source: folder with the source's config.json.
-        writer: writer of the output, which has config.json and the copied files already.
+    Otherwise transformers derives it from the model type, which a conversion changes.
     """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING

@@ -165,11 +165,9 @@ class GgufModel:
     """A GGUF file mapped to a Hugging Face checkpoint.
 
     Attributes:
-        config: content of config.json.
         tensors: stored tensors by Hugging Face name.
-        dtype: dtype of the dequantized tensors: the stored type of most elements, or bfloat16 if that is quantized.
-            Models are trained in bfloat16, and its relative rounding error of 2⁻⁹ is less than that of 8-bit blocks.
-            GGUF stores all norms in float32; they were bfloat16 originally.
+        dtype: dtype of the dequantized tensors: the stored type of most elements, or bfloat16 if that is quantized,
+            whose relative rounding error of 2⁻⁹ is less than that of 8-bit blocks.
         dequantised_from: the stored type of most elements, if quantized; else None.
     """
 

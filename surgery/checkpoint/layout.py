@@ -136,12 +136,9 @@ def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo])
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """Files of a checkpoint folder other than its weights, by relative path.
+    """Files of a checkpoint folder other than its weights, by relative path: those of the checkpoint, and strays.
 
-    Attributes:
-        folder: the checkpoint folder.
-        sidecars: files of the checkpoint: tokenizer, settings, templates, documents, code, records.
-        strays: all other files, and weights of other formats; never read.
+    Strays are all other files, and weights of other formats; they are never read.
     """
 
     folder: Path

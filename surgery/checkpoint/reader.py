@@ -291,14 +291,9 @@ class CheckpointReader:
         return [name for name in self.names() if name.startswith(module)]
 
     def rows(self, name: str, index: Tensor) -> Tensor:
-        """Gather rows of a matrix [R, C] as [*index.shape, C]; reads only these rows, each once.
+        """Gather rows of a matrix [R, C] by int64 indices as [*index.shape, C]; reads only these rows, each once.
 
-        Args:
-            name: a 2D tensor.
-            index: int64 row indices of any shape and order, with or without repetitions.
-
-        Raises:
-            SurgeryError: there is no such matrix, or a row number is out of range.
+        Raises SurgeryError: there is no such matrix, or a row number is out of range.
         """
         info = self.info(name)
         if len(info.shape) != 2:
@@ -356,13 +351,8 @@ class CheckpointReader:
     def fingerprint(self, progress: Callable[[int], None] | None = None) -> str:
         """Return the SHA-256 in hex over the config and every tensor's name, dtype, shape and bytes; computed once.
 
-        It does not depend on the split into shards.
-
-        Args:
-            progress: called in the calling thread after each tensor with its size in bytes.
-
-        Raises:
-            SurgeryError: a file cannot be read.
+        It does not depend on the split into shards. ``progress`` is called after each tensor with its size in bytes.
+        Raises SurgeryError: a file cannot be read.
         """
         return self.identity(progress).sha256
 

@@ -35,7 +35,7 @@ class Snapshots:
         self._known: dict[Path, tuple[tuple[int, int], int]] = {}  # (size, mtime) and checksum
 
     def last(self, loop: str, *types: type) -> dict[str, Any] | None:
-        """Load the last state of a loop, with classes in it other than tensors and plain values; None if there is none."""
+        """Load the last state of a loop, with these classes besides tensors and plain values; None if there is none."""
         if self.folder is None or not (path := self._path(loop)).is_file():
             return None
         with disk_errors(path), torch.serialization.safe_globals(list(types)):

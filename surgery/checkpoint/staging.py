@@ -69,10 +69,8 @@ class NoSpace(SurgeryError):
 class Staging:
     """The staging folder ``partial`` that becomes ``out``.
 
-    The constructor only checks and changes nothing. Then call `create`, and `commit` or `discard`.
-
-    Raises:
-        SurgeryError: ``out`` exists, is not empty and may not be replaced, or ``out.partial`` is not ours.
+    The constructor only checks and changes nothing. Then call `create`, and `commit` or `discard`. Raises SurgeryError:
+    ``out`` exists, is not empty and may not be replaced, or ``out.partial`` is not ours.
     """
 
     def __init__(self, out: Path, *, overwrite: bool):
@@ -211,7 +209,7 @@ class Staging:
         return lambda path: is_more(path) or (is_listed(path) and not (excluded and path.startswith(f"{excluded}/")))
 
     def _clear(self, *, keep_unfinished: bool) -> bool:
-        """Remove all files of runs from the partial folder except the ledger; return whether only the ledger is left."""
+        """Remove all files of runs from the partial folder except the ledger; return whether only that is left."""
         if not keep_unfinished:
             self._remove_unfinished()
         remove_owned(self.partial, self._owned(excluded=UNFINISHED if keep_unfinished else ""))

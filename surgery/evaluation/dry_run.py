@@ -25,14 +25,11 @@ class EvaluationPlan:
     """Dry run of an evaluation, as plain values. Sizes in bytes.
 
     Attributes:
-        rows: models, the baseline first: name, role, path, checkpoint dtype, bytes of the ``weights`` in the widest
-            dtype of a measurement, of the ``cache`` of a batch of windows, and of one sequence's cache (``kv``) at
-            ``context`` tokens in the checkpoint's dtype; None for families without a prediction.
-        variants: names of cheap baselines, which are measured like models.
-        notes: reasons for cheap baselines that are left out.
-        tasks: names of the tasks.
+        rows: models, the baseline first: name, role, path, dtype, bytes of the ``weights`` in the widest dtype of a
+            measurement, of the ``cache`` of a batch of windows, and of one sequence's cache (``kv``) at ``context``
+            tokens in the checkpoint's dtype; None for families without a prediction.
+        variants: names of cheap baselines, which are measured like models; ``notes``: why others are left out.
         settings: settings of the evaluation, with the resolved text, context, dtype and device.
-        out: folder of results and report.
         resumes: whether the folder has results already.
     """
 

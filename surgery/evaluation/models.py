@@ -26,15 +26,7 @@ from surgery.running.unfused import language_model
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Opened checkpoint.
-
-    Attributes:
-        name: name of its row in the report.
-        source: path or hub id, as given by the user.
-        reader: reader of its files; for a vision-language model, of its language model.
-        sha256: hash of all weights.
-        trust_remote_code: whether code next to the weights may run.
-    """
+    """Opened checkpoint: name of its row, path as given, reader of its language model, and hash of all weights."""
 
     name: str
     source: str

@@ -20,13 +20,9 @@ PART = ".surgery-report"
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write report.json, .csv, .html and .md, and a needle heat map for each row that has one.
+    """Write report.json, .csv, .html and .md, and a needle heat map for each row that has one; return the paths.
 
-    Returns:
-        Paths of the written files.
-
-    Raises:
-        SurgeryError: the folder cannot be written, or holds a foreign file with one of these names.
+    Raises SurgeryError: the folder cannot be written, or holds a foreign file with one of these names.
     """
     check_report_files(folder, [row["name"] for row in report["rows"]])
     part = folder / PART

@@ -28,11 +28,8 @@ class EvaluationRequest:
     """Request for an evaluation.
 
     Attributes:
-        checkpoints: folders or hub ids, optionally as NAME=CKPT.
-        baseline: likewise; None for no baseline.
+        checkpoints, baseline: folders or hub ids, optionally as NAME=CKPT.
         out: folder of results and report; None for the first checkpoint's name followed by "-eval".
-        settings: settings of the evaluation.
-        command: command line, for the report.
         title: title of the report; None for the names of the checkpoints.
         writes: whether the report is written.
         restart: whether to discard results in the folder and measure again.
@@ -54,13 +51,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Prepared evaluation.
-
-    Attributes:
-        settings: requested settings, with the resolved held-out text.
-        rows: models, the baseline first.
-        out: folder of results and report.
-    """
+    """Prepared evaluation: settings with the resolved held-out text, and models, the baseline first."""
 
     settings: EvalSettings
     rows: list[ModelRow]

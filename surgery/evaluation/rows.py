@@ -39,13 +39,9 @@ RATIOS = (0.5, 0.25)
 
 @dataclass(frozen=True)
 class ModelRow:
-    """Model to evaluate.
+    """Model to evaluate, by name; its role is "baseline", "checkpoint" or "variant".
 
-    Attributes:
-        name: name of the row in the report.
-        role: "baseline", "checkpoint" or "variant".
-        checkpoint: checkpoint with the weights.
-        variant: kind and parameters of a cheap baseline; None for the unmodified checkpoint.
+    ``variant`` has kind and parameters of a cheap baseline; None for the unmodified checkpoint.
     """
 
     name: str

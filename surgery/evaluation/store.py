@@ -79,12 +79,8 @@ class ResultStore:
     def check_files(self, names: Iterable[str], document: str, *, unfinished: bool = False) -> None:
         """Check that report files to be replaced were written by this program and not edited since.
 
-        Args:
-            document: name of the JSON document, which identifies the report of a version that did not record files.
-            unfinished: whether a process was killed while it replaced files, before it recorded them.
-
-        Raises:
-            SurgeryError: a file is foreign or was edited.
+        ``document`` identifies the report of a version that did not record files; ``unfinished``: a process was killed
+        before it recorded them. Raises SurgeryError: a file is foreign or was edited.
         """
         recorded, is_report = self._marker().get("files") or {}, _is_report(self.folder / document)
         for name in names:

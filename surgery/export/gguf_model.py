@@ -36,13 +36,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Output tensor that is loaded lazily.
-
-    Attributes:
-        shape: shape in PyTorch's order, rows first.
-        dtype: dtype in the checkpoint.
-        tiny: whether values are below the range of f16.
-    """
+    """Output tensor that is loaded lazily; ``tiny``: whether values are below the range of f16."""
 
     name: str
     shape: tuple[int, ...]

@@ -36,9 +36,8 @@ def mla_scale(config) -> float:
 class LatentFamily(Family):
     """Family whose attention is MLA under DeepSeek's names.
 
-    Attributes:
-        neighbors: returns from a config whether rotary pairs are neighbors, (2 i, 2 i + 1), in the checkpoint.
-        inside: vision-language ``model_type`` that transformers' auto classes need to load it; None if it loads alone.
+    ``neighbors`` returns from a config whether rotary pairs are (2 i, 2 i + 1); ``inside`` is the vision-language
+    ``model_type`` that transformers' auto classes need to load it.
     """
 
     scale: Callable[[object], float] = mla_scale

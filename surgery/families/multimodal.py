@@ -44,13 +44,7 @@ def _within(name: str, prefix: str) -> bool:
 
 
 def put_back(whole: dict[str, Any], text: dict[str, Any], converted: dict[str, Any]) -> dict[str, Any]:
-    """Return the multimodal config.json with the fields that a conversion changed in its language model.
-
-    Args:
-        whole: of the source.
-        text: of its language model.
-        converted: of the converted language model.
-    """
+    """Return the multimodal config.json ``whole`` with the fields that differ between ``text`` and ``converted``."""
     changed = {name: value for name, value in converted.items() if text.get(name) != value}
     if not isinstance(whole.get("text_config"), dict):  # early checkpoints of Qwen2.5-VL have its fields on top
         return {**whole, **changed}

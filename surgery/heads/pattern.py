@@ -25,21 +25,15 @@ PART = "part."
 
 @dataclass(frozen=True, eq=False)
 class HeadPattern:
-    """Scores of L layers and G KV heads, and their provenance.
+    """Scores of L layers and G KV heads, and their provenance, as plain values by name.
 
     Attributes:
         scores: [L, G] float32, finite; the higher, the more a head needs its whole context.
-        method: scoring method.
         sinks, recent: first and last tokens that a streaming head sees, the query's own included; None if unknown.
         spread: [L, G] float32, standard deviation of the scores over the seeds; None for one seed.
         parts: intermediate tensors of the scores, by name.
-        settings: settings of the scoring, plain values by name.
-        facts: facts reported by the method, plain values by name.
         data_sha256: hash of the tokens that heads were scored on.
         model: ``name``, ``sha256`` of the weights and ``config_sha256``, as far as known.
-        seeds: random seeds.
-        seconds: time of the scoring.
-        versions: versions of packages, by name.
     """
 
     scores: Tensor

@@ -52,13 +52,7 @@ MISSED = 3
 
 @dataclass(frozen=True)
 class ScoredHeads:
-    """Result of a scoring.
-
-    Attributes:
-        path: pattern file.
-        heat_map: heat map, next to it.
-        is_main: whether this is the main process, which prints.
-    """
+    """Result of a scoring: pattern file and heat map next to it, printed by the main process."""
 
     path: Path
     heat_map: Path

@@ -24,14 +24,10 @@ from surgery.training.preparation import COMPUTED, PRECISIONS
 
 @dataclass(frozen=True)
 class HealingPlan:
-    """Dry run of a healing, as JSON values.
+    """Dry run of a healing, as JSON values: settings, estimate, disk bytes of the result and checkpoints, and work.
 
-    Attributes:
-        settings: settings of the training.
-        estimate: device memory, steps and FLOPs (`surgery.training.estimate.Estimate`).
-        disk: bytes of the result, of the training checkpoints, and free bytes.
-        work: FLOPs, FLOP/s of this machine and estimated seconds, as in a conversion's dry run; None if a launcher may
-            use other machines or only time limits the run.
+    ``work`` is FLOPs, FLOP/s of this machine and estimated seconds; None if a launcher may use other machines or only
+    time limits the run.
     """
 
     student: str

@@ -67,16 +67,12 @@ class HealRequest:
     """Request for a healing.
 
     Attributes:
-        student: converted checkpoint.
         out: output folder; by default the student's name with the suffix "-healed".
-        config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
-        overrides: settings by name that override the file's.
+        config: YAML file of :class:`surgery.training.settings.HealSettings`, which ``overrides`` override by name.
         processes: number of processes; None for the ``launcher``'s number, or 1 without a launcher.
         launcher: accelerate config file (`surgery.healing.launchers.find_launcher`).
-        measure: evaluation settings by name for the source, the student and the healed checkpoint; None skips the
-            evaluation.
+        measure: evaluation settings by name for source, student and healed checkpoint; None skips the evaluation.
         restart: start from scratch instead of resuming an interrupted healing.
-        command: the user's command line, for the report.
     """
 
     student: str
@@ -225,15 +221,10 @@ UNRECORDED = ("student", "teacher", "teacher_logits", "out", "entry_factors", "o
 def training_settings(
     request: HealRequest, student: CheckpointReader, work: Path, out: Path | None = None
 ) -> HealSettings:
-    """Build the training settings of a request.
+    """Build the training settings of a request, with files in ``work``, and the tracker's next to ``out``.
 
-    Args:
-        work: work folder for the training's files.
-        out: folder of the healed checkpoint, next to which the tracker's files stay; None for ``work``.
-
-    Raises:
-        SurgeryError: a setting is unknown or impossible, or the student's cache computes a basis per prompt, which has
-            no weights to train.
+    Raises SurgeryError: a setting is unknown or impossible, or the student's cache computes a basis per prompt, which
+    has no weights to train.
     """
     read = read_mapping(request.config) if request.config else {}
     settings = HealSettings.from_mapping({**read, **request.overrides}, str(request.config or "heal"))

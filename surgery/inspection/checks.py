@@ -60,12 +60,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Checked:
-    """Results of all checks of a checkpoint.
-
-    Attributes:
-        unlisted: kinds of the files that the report does not list, by name.
-        source_files: names of the source's files that were copied or left out, as in the report.
-    """
+    """Results of all checks of a checkpoint, kinds of unlisted files, and of the source's files."""
 
     path: str
     checks: list[Check]
@@ -85,15 +80,9 @@ class _NotChecked(Exception):
 def verify_checkpoint(
     source: str | Path, *, device: str = "auto", seed: int = 0, progress: Progress | None = None
 ) -> Checked:
-    """Run all checks on a checkpoint; failures are reported, not raised.
+    """Run all checks on a folder or hub id, on random tokens; failures are reported, not raised.
 
-    Args:
-        source: folder or hub id of a checkpoint, converted or not.
-        device: device on which layers run.
-        seed: seed of the random tokens.
-
-    Raises:
-        SurgeryError: there is no checkpoint, or its files are inconsistent.
+    Raises SurgeryError: there is no checkpoint, or its files are inconsistent.
     """
     progress = progress or Progress(silent=True)
     reader = open_model(source)

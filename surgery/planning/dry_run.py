@@ -28,8 +28,8 @@ class PlanForecast:
     Attributes:
         source: its name, and its KV bytes at the plan's context and batch.
         kv_ratio: budget as a share of these bytes; None if the budget is a loss.
-        candidates: ``name``, ``kv_bytes`` and ``kv_ratio`` of the candidates of the first round, the largest first.
-            Later rounds try the best ones at sizes around the budget.
+        candidates: those of the first round, the largest first. Later rounds try the best ones at sizes around the
+            budget.
         refused: reasons of refused candidates, by name.
         work: FLOPs, measured FLOP/s, and estimated seconds.
     """

@@ -28,13 +28,10 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_t
 
 @dataclass(frozen=True)
 class Upload:
-    """Checkpoint ready for upload.
+    """Checkpoint ready for upload: content by file name, or the path and SHA-256 of large files.
 
-    Attributes:
-        files: content by file name; a path for large files.
-        hashes: SHA-256 of the files that are given as paths.
-        fields: published values of entries that contained paths, and of commands, by file and entry.
-        strays: names of files that the report does not list and that are not uploaded.
+    ``fields`` are published values of entries that contained paths, and of commands, by file and entry; ``strays`` are
+    names of files that the report does not list and that are not uploaded.
     """
 
     files: dict[str, bytes | Path]
@@ -49,14 +46,9 @@ class Upload:
 
 
 def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Upload:
-    """Read and verify the files of a checkpoint, and remove local paths from them.
+    """Read and verify the files of a checkpoint, and remove local paths from them; the card names repo and source.
 
-    Args:
-        repo: repository id, org/name, for the card.
-        base_model: hub id of the source, for the card; None takes it from the report.
-
-    Raises:
-        SurgeryError: the folder has no report that lists its files, or a file is missing, modified or a link.
+    Raises SurgeryError: the folder has no report that lists its files, or a file is missing, modified or a link.
     """
     report = read_report(folder)
     if report is None:

@@ -41,12 +41,7 @@ POSITIONS = "model.embed_positions.weight"
 class LayerStream:
     """Causal model whose layers are loaded to run and then dropped, except those of a model up to `SMALL`.
 
-    Args:
-        reader: open checkpoint.
-        config: its transformers config.
-        single_layer_config: returns the config of a one-layer model with layer ``i``.
-        device: device of the layers.
-        dtype: compute dtype, to which weights are cast.
+    ``single_layer_config`` returns the config of a one-layer model with layer ``i``; weights are cast to ``dtype``.
     """
 
     def __init__(

@@ -140,13 +140,9 @@ def load_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
 def load_tokenizer(
     path: Path, *, called: str | None = None, trust_remote_code: bool = False, remedy: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder; runs remote code only if trusted.
+    """Load the tokenizer of a folder, ``called`` so in errors; runs remote code only if trusted.
 
-    Args:
-        called: name of the folder in error messages; None: its path.
-
-    Raises:
-        SurgeryError: transformers cannot load a tokenizer; ``remedy`` is appended to the message.
+    Raises SurgeryError: transformers cannot load a tokenizer; ``remedy`` is appended to the message.
     """
     from transformers import AutoTokenizer
 

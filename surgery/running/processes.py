@@ -35,20 +35,10 @@ dies, the launcher ends the others."""
 
 
 class Processes:
-    """Process group started by `accelerate launch` or `torchrun`, or this process alone.
-
-    Attributes:
-        rank: rank of this process.
-        count: world size.
-    """
+    """Process group started by `accelerate launch` or `torchrun`, or this process alone: rank and world size."""
 
     def __init__(self, *, cpu: bool = False, alone: bool = False) -> None:
-        """Join the process group.
-
-        Args:
-            cpu: use no accelerators.
-            alone: ignore other processes.
-        """
+        """Join the process group, without accelerators if ``cpu``, or ignore it if ``alone``."""
         self.rank, self.count = 0, 1
         self._state = None
         if not alone and world_size() > 1:
@@ -68,12 +58,8 @@ class Processes:
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], advance: Callable[[], Any] = int) -> list:
         """Apply `function` to all items, distributed over processes; return all results in order on every process.
 
-        Args:
-            function: returns picklable results; tensors should be on the CPU.
-            advance: called once per finished item, with the items of other processes estimated.
-
-        Raises:
-            SurgeryError: raised by `function` on any process; every process raises that of the lowest rank.
+        Results are picklable, with tensors on the CPU; `advance` is called once per item, others' estimated. Raises
+        SurgeryError: raised by `function` on any process; every process raises that of the lowest rank.
         """
         own_results: list[tuple[int, Any]] = []
         refusal = None

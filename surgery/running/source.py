@@ -78,12 +78,7 @@ class Source(Opened):
         family: Family | None = None,
         config: PreTrainedConfig | None = None,
     ) -> Source:
-        """Build a source from an open reader.
-
-        Args:
-            family: None for the family of its config, among those with KV heads.
-            config: None for the config that transformers loads, which is needed to run layers.
-        """
+        """Build a source from an open reader, by default of its config's family, and with transformers' config."""
         family = family or family_of(reader.config)
         config = config or load_config(reader.path)
         if missing := [name for name in SIZES if hasattr(config, name) and reader.config.get(name) is None]:

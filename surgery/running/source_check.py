@@ -29,15 +29,9 @@ ROWS = 16_384
 
 
 def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> CheckpointReader:
-    """Open a checkpoint and compare it with its class. Every command that reads a model calls this first.
+    """Open a checkpoint and compare it with its class, if that is not remote code. Every command calls this first.
 
-    Args:
-        source: a folder, a GGUF file or a hub id.
-        allow_pickle: accept pytorch_model.bin if there is no safetensors file.
-        trust_remote_code: skip the comparison if the class is remote code.
-
-    Raises:
-        SurgeryError: the checkpoint cannot be read, or its tensors are not those that its config.json describes.
+    Raises SurgeryError: the checkpoint cannot be read, or its tensors are not those that its config.json describes.
     """
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     return reader if trust_remote_code and "auto_map" in reader.config else checked(reader)

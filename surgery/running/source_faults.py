@@ -27,8 +27,6 @@ class Comparison:
     """Differences between the stored tensors and those of a class, by the class's names.
 
     Attributes:
-        class_name: name of the class.
-        missing: tensors of the class that are not stored.
         unexpected: stored tensors that the class neither has nor ignores.
         mismatched: names with the stored shape and the class's shape.
         unfit: tensors of the class whose stored parts cannot be merged.
@@ -44,13 +42,9 @@ class Comparison:
 
 
 def check_stored(reader: CheckpointReader, text: Any) -> None:
-    """Check the stored dtypes and the number of layers, before the class is built.
+    """Check the stored dtypes and the number of layers of the config ``text``, before the class is built.
 
-    Args:
-        text: config of the language model.
-
-    Raises:
-        SurgeryError: a weight is not floating-point with at least 16 bits, or there are more layers than tensors.
+    Raises SurgeryError: a weight is not floating-point with at least 16 bits, or there are more layers than tensors.
     """
     for name in reader.names():
         dtype = reader.info(name).dtype

@@ -17,13 +17,9 @@ from surgery.running.source_check import open_source
 
 
 def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | None = None) -> CheckpointReader:
-    """Open a checkpoint as a view by :func:`unfused`; every command that reads attention weights calls this first.
+    """Open a checkpoint as a view by :func:`unfused`, cast to ``dtype`` or as stored; commands call this first.
 
-    Args:
-        dtype: name of the dtype to which weights are cast while reading; None: the stored dtype.
-
-    Raises:
-        SurgeryError: the checkpoint cannot be read, or has a feature that its family does not support.
+    Raises SurgeryError: the checkpoint cannot be read, or has a feature that its family does not support.
     """
     reader = open_source(source, allow_pickle=allow_pickle)
     return unfused(reader if dtype is None else reader.in_dtype(getattr(torch, dtype)))

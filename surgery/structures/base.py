@@ -122,7 +122,7 @@ class TargetOption:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that `surgery plan` compares for a budget; ``scales``: whether ``kv_ratio`` sets the size of the result."""
+    """Settings that `surgery plan` compares; ``scales``: whether ``kv_ratio`` sets the size of the result."""
 
     settings: Mapping[str, Any]
     scales: bool = True

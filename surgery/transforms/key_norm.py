@@ -54,12 +54,7 @@ def padded_group(largest: int, kv_heads: int, hidden: int) -> int:
 
 
 def pad_groups(anatomy: AttentionAnatomy, counts: Sequence[int], size: int) -> AttentionAnatomy:
-    """Assign the next ``counts[i]`` query heads to KV head i and pad each group with zero heads to ``size``.
-
-    Args:
-        anatomy: a layer with ``len(counts)`` KV heads and ``sum(counts)`` query heads.
-        size: query heads per group of the result.
-    """
+    """Assign the next ``counts[i]`` query heads to KV head i and pad each group with zero heads to ``size``."""
     positions = torch.tensor(
         [i * size + j for i, count in enumerate(counts) for j in range(count)], device=anatomy.q.device
     )

@@ -19,12 +19,9 @@ EARLIER = ("adapter/adapter_model.safetensors", "adapter/README.md")
 
 @dataclass(frozen=True)
 class FileComparison:
-    """Differences between a folder's files and the list in its report.
+    """Differences between a folder's files and its report: missing, but for those that downloads omit, and changed.
 
-    Attributes:
-        missing: listed files that do not exist, except files that downloads leave out, such as logs.
-        changed: listed files with other hashes.
-        unlisted: kinds of files that are not listed, by name; `.git/` stands for all files in it.
+    ``unlisted`` has the kinds of other files by name; `.git/` stands for all files in it.
     """
 
     missing: tuple[str, ...]

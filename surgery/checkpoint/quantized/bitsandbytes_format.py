@@ -44,13 +44,7 @@ def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Qua
 
 @dataclass(frozen=True)
 class ByTable:
-    """Matrix of 4-bit codes with a lookup table.
-
-    Attributes:
-        block: elements that share a scale.
-        nested_block: scales that share a nested scale; None without double quantization.
-        offset: offset of double-quantized scales.
-    """
+    """Matrix of 4-bit codes with a lookup table; ``block`` elements share a scale, ``nested_block`` scales another."""
 
     module: str
     shape: tuple[int, int]

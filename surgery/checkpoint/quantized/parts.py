@@ -14,12 +14,7 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization of a checkpoint.
-
-    Attributes:
-        name: display name of the format.
-        matrices: quantized matrices by their names in an unquantized checkpoint.
-    """
+    """Quantization of a checkpoint: display name, and matrices by their names in an unquantized one."""
 
     name: str
     matrices: dict[str, Matrix]

@@ -53,13 +53,9 @@ def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Matrix of codes with a scale per block of rows and columns.
+    """Matrix of codes with a scale per block of rows and columns, as stored tensors; ``others`` are redundant.
 
-    Attributes:
-        codes, scale: names of the stored tensors; ``others`` are redundant tensors.
-        block: rows and columns that share a scale.
-        scales: shape of the stored scales, [rows, columns].
-        bits: bit width of codes packed in int32; None for unpacked codes.
+    ``scales`` is their shape, [rows, columns]; ``bits`` the width of codes packed in int32, None for unpacked codes.
     """
 
     codes: str

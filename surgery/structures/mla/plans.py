@@ -77,7 +77,7 @@ class MLAPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Planner of one conversion. The frequencies that keep RoPE are ``free``, chosen by cost, or ``grid``, the highest."""
+    """Planner of one conversion. Frequencies that keep RoPE are ``free``, chosen by cost, or ``grid``, the highest."""
 
     method: mla.Method
     opened: Source
@@ -86,7 +86,7 @@ class Planner:
     kept: frozenset[int]
 
     def alike(self, split: mla.Split, *, one_list: bool) -> MLAPlan:
-        """Plan the same split for all layers; ``one_list``: they share one list of frequencies, as in a stock config."""
+        """Plan the same split for all layers; ``one_list``: they share a list of frequencies, as in a stock config."""
         if self.method.folds:
             return MLAPlan(self.method, split, None, kept=self.kept)
         layers, first = self.opened.layers, self.opened.anatomy(self._converted[0])
