@@ -131,12 +131,10 @@ class OwnQuantizedLowRank(OwnLowRank):
     has_bias = True
 
     def entry(self, layer: int) -> QuantizedLowRankEntry:
-        """Return the config entry of a converted layer."""
         rows = {"latent_runs": self.runs[layer], "first_tokens": self.first_tokens}
         return QuantizedLowRankEntry(**self._latents(layer), **rows)
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Return the dtypes and shapes of a layer's new tensors by name."""
         rank, shared = self.rank(layer), self.shared_rank(layer)
         specs = super().plan(layer) | quantizer_specs(layer, rank)
         if shared:

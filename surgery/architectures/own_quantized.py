@@ -26,7 +26,6 @@ class OwnQuantizedMLA(OwnMLA):
     first_tokens: int
 
     def entries(self) -> list[LayerEntry]:
-        """Return the layer entries of config.json."""
         return [
             QuantizedLatentEntry(
                 kv_lora_rank=rank,
@@ -42,7 +41,6 @@ class OwnQuantizedMLA(OwnMLA):
         ]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Return the dtypes and shapes of a layer's new tensors by name."""
         width = self.spec.ranks[layer] + 2 * len(self.spec.inv_freq[layer])
         return super().plan(layer) | quantizer_specs(layer, width)
 

@@ -90,11 +90,9 @@ class RowLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "latent", "rotated", "read too", "bytes per token", "loss over predicted", "clipped"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         widths = self.rank or "kept", self.rope_dim, self.shared_rank, self.row_bytes
         return *widths, short(self.factor), share(self.clipped)
 
@@ -227,11 +225,9 @@ class PackedRows(Structure[Source, Settings]):
 
     @property
     def first_tokens(self) -> int:
-        """Number of first tokens that the cache keeps in full precision."""
         return self.settings.first_tokens
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module that simulates a layer's converted attention."""
         if layer in self.kept:
             return source_attention(self.opened, layer)
         with self.opened.stream.layer(layer) as streamed:
@@ -292,7 +288,6 @@ class PackedRows(Structure[Source, Settings]):
         return {layer: self.likely(granules + (index < rest)) for index, layer in enumerate(self.layers)}
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Convert all layers to their quantized form and write their tensors."""
         opened, row_writer = self.opened, self.writer(self.plans)
         runs = work.stage_runs((*self.exact_stages, QUANTIZED), exact=self.exact_stages, steps=(QUANTIZED,))
         layers = work.pass_layers(

@@ -29,7 +29,6 @@ class Cascade(LowRank):
         self.earlier = _earlier_layers(opened, settings, self.kept)
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather moments of text and of the loss gradients."""
         if work.texts.calibration is None:
             raise SurgeryError("--to crosslayer requires calibration text: drop --calibration none")
         super().gather(work)

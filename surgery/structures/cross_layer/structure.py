@@ -75,7 +75,6 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return [Candidate({}), *cascade]
 
     def group(self, layer: int) -> range:
-        """Return the layers that share a basis."""
         return next((range(*span) for span in self._groups if layer in range(*span)), range(layer, layer + 1))
 
     def pass_group(self, work: ConversionContext, group: range, hidden: torch.Tensor) -> torch.Tensor:
@@ -104,7 +103,6 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather what the static basis of xkv needs."""
         if self.settings.method != "xkv":
             return
         if work.texts.calibration is None:
@@ -333,9 +331,7 @@ class GroupReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "latents", "read too", "keys, not rebuilt", "values, not rebuilt"
 
     def cells(self) -> tuple:
-        """Return the values of the group's row in the printed table."""
         return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)

@@ -47,11 +47,9 @@ class HybridLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "full heads", "streaming heads", "compensated"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         kinds = (self.full_heads, self.streaming_heads, self.compensated_heads)
         return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
 

@@ -128,7 +128,6 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
         )
 
     def closed_form(self, work: ConversionContext, layer: int) -> StreamingAttention:
-        """Return the source's attention under the plan's masks."""
         stream, plan = self.opened.stream, self._plan
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
         return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])

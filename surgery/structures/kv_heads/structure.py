@@ -71,11 +71,9 @@ class HeadsLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "merged KV heads", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         groups = "  ".join("+".join(map(str, group)) for group in self.groups)
         return groups, short(self.key_error), short(self.value_error)
 
@@ -126,7 +124,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
-        """Return the config with half of the KV heads."""
         return {"": half_the_heads}
 
     def forecast(self) -> Forecast:
@@ -165,13 +162,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return _planned_tensors(opened, self._plan, first.head_dim)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module with the layer's merged heads."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         return CapturedAttention(merged.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Merge the heads of every layer and write their tensors."""
         carrier, kv_heads = self._carrier, self._plan.kv_heads
         runs = work.stage_runs((MERGED,), steps=(MERGED,))
         reports = work.pass_layers(lambda index: self._merge(index, work, runs), runs, HeadsLayerReport)

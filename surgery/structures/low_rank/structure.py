@@ -72,11 +72,9 @@ class LowRankLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "latents", "read too", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         return (
             " + ".join(map(str, self.ranks)) or "kept",
             self.shared_rank,
@@ -154,11 +152,9 @@ class LowRank(Structure[Source, LowRankSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather moments and moments of the loss gradients."""
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Choose the ranks of every layer."""
         opened = self.opened
         self._blocks = plan_ranks(opened, work.library, self.asked, self.kept)
         self._writes = self._writer(self._blocks)

@@ -37,11 +37,9 @@ class LayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         return self.rank or "kept", self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
     @classmethod

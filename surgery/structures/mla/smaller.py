@@ -71,11 +71,9 @@ class SmallerLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "rank", "latent, predicted", "norm off by"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         return self.rank, share(self.latent_error_share), share(self.norm_error)
 
 
@@ -114,7 +112,6 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return the candidate: a smaller rank in the source's class."""
         return [Candidate({})]
 
     def forecast(self) -> Forecast:
@@ -130,7 +127,6 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather moments of the latents and of the loss gradients at them."""
         work.gather(gradients=True)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -138,13 +134,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         return self._tensors()
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module of a layer with the smaller latent."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
         return CapturedAttention(smaller.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Reduce the latent of every layer and write its tensors."""
         runs = work.stage_runs((EXACT, SMALLER), exact=(EXACT,))
         layers = work.pass_layers(lambda index: self._convert(index, work, runs), runs, SmallerLayerReport)
         work.converted.write(self.opened.layers, writer)

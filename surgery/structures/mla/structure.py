@@ -149,11 +149,9 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @property
     def lag_basis(self) -> BasisOf | None:
-        """Key basis of methods that choose frequencies by attention over lags; None for other methods."""
         return mla.lag_basis(mla.METHODS[self.settings.method])
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather moments, and lag statistics if the method needs them."""
         work.gather(gradients=mla.METHODS[self.settings.method].gradients, basis_of=self.lag_basis)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -164,7 +162,6 @@ class MLA(Structure[Source, ConvertSettings]):
         return all_tensors(opened, self._carrier.writer, self.kept)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module of a layer with the truncated latent."""
         if layer in self.kept:
             return source_attention(self.opened, layer)
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
@@ -172,7 +169,6 @@ class MLA(Structure[Source, ConvertSettings]):
         return SimulatedAttention(converted.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Convert all layers and write their tensors."""
         opened, carrier = self.opened, self._carrier
         runs = work.stage_runs((*EXACT_STAGES, *LOSSY_STAGES), exact=EXACT_STAGES, steps=LOSSY_STAGES)
         layers = work.pass_layers(lambda index: self._convert(index, work, runs), runs, LayerReport)

@@ -60,7 +60,6 @@ class Quantized(QuantizedRows):
         return super().plan(work) if self.plans is None else self.planned_tensors(self.plans)
 
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
-        """Return the report's entries of the target, with the bits of the settings."""
         return {**super().target(layers), "bits": self.settings.bits}
 
     def _uniform(self) -> Plans | None:

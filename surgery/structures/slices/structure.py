@@ -54,11 +54,9 @@ class SlicedLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         return self.rank, self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
 
@@ -97,14 +95,12 @@ class Slice(Structure[OwnSource, SliceSettings]):
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Measure the candidate allocations and choose the best."""
         stream, held_out, size = self.opened.stream, work.texts.held_out, self.settings.batch_size
         self._measured = measure_slices(stream, self._whole, self._candidates, held_out, size, work.progress)
         self._ranks = self._candidates[self._measured.best]
         return planned_tensors(self.opened.reader, self._whole, self._ranks)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Slice and write the tensors of every layer."""
         opened, whole, measured, origin = self.opened, self._whole, self._measured, self._origin
         for layer in work.layers("slice"):
             for name, tensor in sliced_tensors(opened.reader, whole, layer, self._ranks).items():
