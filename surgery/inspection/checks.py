@@ -34,9 +34,8 @@ from surgery.running.models import whole_model
 from surgery.running.source import OwnSource, Source
 from surgery.running.unfused import open_model
 from surgery.verification.again import open_written, run_layers, verify_again
-from surgery.verification.files import FileComparison, compare_files
 from surgery.verification.probe import compute_probe, probe_difference
-from surgery.verification.record import Recorded
+from surgery.verification.record import FileComparison, Recorded, compare_files
 from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE, prompt_of
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
