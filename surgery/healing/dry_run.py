@@ -62,7 +62,7 @@ def plan_healing(request: HealRequest) -> HealingPlan:
     costs = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))
     rate = None
     if request.launcher is None:
-        one = measure_speed(device, COMPUTED[PRECISIONS[settings.dtype]])["flops_per_second"]
+        one = measure_speed(device, COMPUTED[PRECISIONS[settings.dtype]])
         rate = one * (processes if device.type == "cuda" else 1)  # processes share the CPU
     seconds = seconds_of(costs.total_flops, rate)
     if settings.max_seconds is not None:

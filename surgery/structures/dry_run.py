@@ -98,7 +98,7 @@ def plan_conversion(
     weights = sum(spec.nbytes for spec in files.values())
     work = Workload.of(opened, settings, tokens, forecast.demand)
     if absent:
-        work, speed = replace(work, on_host=False), {"flops_per_second": None}
+        work, speed = replace(work, on_host=False), None
     else:
         speed = measure_speed(opened.stream.device, opened.stream.dtype)
     config = forecast.config
@@ -195,14 +195,9 @@ def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -
 BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
-def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure the floating point operations per second of a large matrix product on the device."""
-    return {"flops_per_second": _matmul_speed(device, dtype)}
-
-
 @cache
-def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the speed once per process, as several dry runs may need it."""
+def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the floating point operations per second of a large matrix product, once per process."""
     matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
 
     def synchronize() -> None:

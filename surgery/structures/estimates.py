@@ -192,10 +192,11 @@ class Workload:
             "device_parts": device,
         }
 
-    def estimate(self, speed: dict[str, float | None]) -> dict:
+    def estimate(self, flops_per_second: float | None) -> dict:
         """Estimate the floating point operations, and their time in seconds; None without a measured speed."""
         total = sum(self.phase_flops().values())
-        return {"total_flops": total, **speed, "estimated_seconds": seconds_of(total, speed["flops_per_second"])}
+        seconds = seconds_of(total, flops_per_second)
+        return {"total_flops": total, "flops_per_second": flops_per_second, "estimated_seconds": seconds}
 
     def phase_flops(self) -> dict[str, int]:
         """Estimate the operations of each phase, in order, from its forward passes.
