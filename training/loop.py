@@ -65,13 +65,18 @@ class Training:
 
 
 class Loop:
-    """Training loop of one run; `ended` is the reason for its end, empty before."""
+    """Training loop of one run.
+
+    Attributes:
+        ended: reason for the end of the run, empty before.
+        takes_best: whether the best state is written instead of the last.
+    """
 
     def __init__(self, training: Training) -> None:
         self._t = training
         settings, accelerator = training.settings, training.accelerator
         self.at = Position()
-        self.ended = ""
+        self.ended, self.takes_best = "", training.keeps_best
         self._budget = Budget(settings.max_steps, settings.max_tokens, settings.max_seconds)
         self._processes, self._rank = accelerator.num_processes, accelerator.process_index
         self._batch = settings.global_batch(self._processes)
@@ -91,11 +96,6 @@ class Loop:
     def judge(self) -> str:
         """Name of the held-out loss by which the best state is chosen."""
         return "kl" if self._t.keeps_best and "kl" in self._t.names else "cross_entropy"
-
-    @property
-    def takes_best(self) -> bool:
-        """Return whether the best state is written instead of the last."""
-        return self._t.keeps_best
 
     def resume(self) -> bool:
         """Resume from the newest complete checkpoint; return False if there is none.

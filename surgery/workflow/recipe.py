@@ -200,12 +200,10 @@ def _heal(step: Step, where: str) -> Action:
     processes, launcher = values.pop("processes", None), values.pop("launcher", None)
     measure = _measure(values.pop("measure", True), where)
     settings = HealSettings.from_mapping({**values, "teacher": teacher}, where)
-    try:
+    with located(where):
         check_processes(processes)
         launcher = None if launcher is None else find_launcher(str(launcher))
         check_tracker(settings)
-    except SurgeryError as error:
-        raise SurgeryError(f"{where}: {error}") from None
 
     def request_for(out: Path, finished: Finished) -> HealRequest:
         from surgery.healing.heal import HealRequest
