@@ -161,7 +161,7 @@ def no_gradients():
 @pytest.fixture
 def one_core():
     """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
-    from surgery.running.threads import torch_threads
+    from surgery.transforms.algebra import torch_threads
 
     with torch_threads(1):
         yield

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from surgery.bench import models as bench_models
 from surgery.bench.cache import filled_cache, is_steady
@@ -109,7 +110,7 @@ def measure_decoding(
         "schema": SCHEMA,
         "command": command,
         "device": device_facts(device),
-        "versions": {**versions(), "transformers": _transformers()},
+        "versions": {**versions(), "transformers": transformers.__version__},
         "cache": "random values or tokens at the full context; plain caches and packed rows stay at that length",
         "note": None if device.type == "cuda" else "measured on a CPU; not representative of a GPU",
         "rows": [],
@@ -268,12 +269,6 @@ def _against_source(rows: list[dict]) -> None:
 
 def _measurement_key(row: dict) -> tuple:
     return row["model"], row["context"], "largest" if row["largest"] else row["batch"]
-
-
-def _transformers() -> str:
-    import transformers
-
-    return transformers.__version__
 
 
 def _line(row: dict) -> str:
