@@ -85,11 +85,9 @@ def _rows_of(file: Path) -> list[dict[str, Any]]:
         record = json.loads(text)
     except ValueError:
         return []
-    return record["rows"] if "rows" in record else [_without_layers(record)]
-
-
-def _without_layers(report: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in report.items() if name not in ("layers", "files", "stages")}
+    if "rows" in record:
+        return record["rows"]
+    return [{name: value for name, value in record.items() if name not in ("layers", "files", "stages")}]
 
 
 def start(arguments: list[str], environment: dict[str, str], log: Path) -> Started:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ def draft_tracing(setting: Setting, size: int) -> Draft:
 
 def _chain(setting: Setting, part: str, letters: int, noise: int) -> Draft:
     domain, rng = setting.domain, setting.rng(part)
-    names = draw_distinct(rng, lambda rng: _variable(rng, letters), HOPS + 1)
+    names = draw_distinct(rng, lambda rng: "".join(rng.choices(string.ascii_uppercase, k=letters)), HOPS + 1)
     value = random_number(rng, 5)
     chain = [domain.root.format(name=names[0], value=value)]
     chain += [domain.hop.format(name=name, source=source) for source, name in itertools.pairwise(names)]
@@ -83,10 +82,6 @@ def _chain(setting: Setting, part: str, letters: int, noise: int) -> Draft:
         lines.insert(cut, assignment)
     context = domain.assignments_join.join(lines)
     return Draft(domain.track.format(context=context, value=value, count=len(names)), tuple(names))
-
-
-def _variable(rng: random.Random, letters: int) -> str:
-    return "".join(rng.choices(string.ascii_uppercase, k=letters))
 
 
 COMMON = 10
@@ -118,7 +113,8 @@ def draft_frequent_words(setting: Setting, size: int) -> Draft:
     """
     rng = setting.rng("words")
     ranks = max(10, setting.length // 50)
-    words = ["...", *draw_distinct(rng, _coded_word, ranks - 1)]
+    coded = draw_distinct(rng, lambda rng: "".join(rng.choices(string.ascii_lowercase, k=6)), ranks - 1)
+    words = ["...", *coded]
     zeta_of_2 = math.pi**2 / 6
     text = [word for rank, word in enumerate(words, 1) for _ in range(int(size / rank**2 / zeta_of_2))]
     setting.rng("order").shuffle(text)
@@ -141,10 +137,6 @@ def _numbered_list(setting: Setting, part: str, size: int, often: int, seldom: i
 
 def _numbered(words: list[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
-
-
-def _coded_word(rng: random.Random) -> str:
-    return "".join(rng.choices(string.ascii_lowercase, k=6))
 
 
 TASKS = {

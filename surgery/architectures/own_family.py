@@ -53,7 +53,7 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
     Raises SurgeryError: DeciLM cannot hold the model.
     """
     uniform = len(set(heads)) == 1
-    holds = holds_kv_heads(source["model_type"])
+    holds = FAMILIES[source["model_type"]].renamed is None  # fewer KV heads than query heads
     if carrier == "auto" and uniform and holds:
         config = with_legacy_rope_keys({**source, "num_key_value_heads": heads[0]})
         return Carrier(source["model_type"], OWN_FAMILY, config)
@@ -63,11 +63,6 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
         final = decilm.config_with_heads(source, heads)
         return Carrier(DECILM, reason, own, final_config=final, final_code=(decilm.CONFIG_CODE,))
     return Carrier(custom_class.MODEL_TYPE, reason, own, custom_class=True)
-
-
-def holds_kv_heads(model_type: str) -> bool:
-    """Return whether a family's class supports fewer KV heads than query heads."""
-    return FAMILIES[model_type].renamed is None
 
 
 def has_head_dim(config: object) -> bool:

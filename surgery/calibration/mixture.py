@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import LongTensor
@@ -123,7 +123,8 @@ def build_mixture(
             part = replace(request, tokens=max(count, 1) * request.length, held_out=others)
             built = build_calibration(tokenizer, name, part)
         drawn[name], other[name] = iter(built.tokens), iter(built.held_out)
-        parts[name] = {"share": share, "sequences": count, "held_out_sequences": others, **_facts_of(built.description)}
+        facts = {name: built.description[name] for name in ("documents", "held_out_documents", "held_out_source")}
+        parts[name] = {"share": share, "sequences": count, "held_out_sequences": others, **facts}
     calibration = torch.stack([next(drawn[name]) for name in order])
     unseen = [next(other[name]) for name in other_order]
     held_out_tokens = torch.stack(unseen) if unseen else calibration[:0]
@@ -142,10 +143,6 @@ def build_mixture(
         "held_out_sha256": token_hash(held_out_tokens),
     }
     return CalibrationSet(calibration, held_out_tokens, description)
-
-
-def _facts_of(description: dict[str, Any]) -> dict[str, Any]:
-    return {name: description[name] for name in ("documents", "held_out_documents", "held_out_source")}
 
 
 def _interleaved_order(shares: Mapping[str, float], count: int) -> list[str]:

@@ -116,14 +116,11 @@ def prepare(request: EvaluationRequest, progress: Progress) -> Prepared:
         progress.note(f"held-out text: {' and '.join(settings.data)} (--data names another)")
     tasks = build_tasks(settings, tokenizer, checkpoints[0].reader.config, progress)
     main_row = next((row for row in rows if row.role == "checkpoint"), rows[0])
-    out = request.out or _default_out(main_row)
+    beside = working_output(main_row.checkpoint.source, "eval")
+    out = request.out or beside.with_name(f"{file_name(main_row.name, 'report')}-eval")
     for row in rows:
         refuse_output_inside(row.checkpoint.reader.source, out)
     return Prepared(settings, rows, tokenizer, tasks, out)
-
-
-def _default_out(row: ModelRow) -> Path:
-    return working_output(row.checkpoint.source, "eval").with_name(f"{file_name(row.name, 'report')}-eval")
 
 
 def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:

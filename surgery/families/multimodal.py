@@ -34,13 +34,10 @@ def text_names(names: Collection[str], where: str) -> dict[str, str]:
     prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in names), None)
     if prefix is None:
         raise SurgeryError(f"{where}: embed_tokens.weight of a language model is missing")
-    inside = {name: f"model.{name.removeprefix(prefix)}" for name in names if _within(name, prefix)}
+    # Names of other parts may begin with `model.` too.
+    begins = tuple(prefix + part for part in ("embed_tokens.", "layers.", "norm."))
+    inside = {name: f"model.{name.removeprefix(prefix)}" for name in names if name.startswith(begins)}
     return inside | {name: HEADS[0] for name in HEADS if name in names}
-
-
-def _within(name: str, prefix: str) -> bool:
-    """Return whether a tensor is the language model's; those of other parts may begin with ``model.`` too."""
-    return name.startswith(tuple(prefix + part for part in ("embed_tokens.", "layers.", "norm.")))
 
 
 def put_back(whole: dict[str, Any], text: dict[str, Any], converted: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def check_stored(reader: CheckpointReader, text: Any) -> None:
     """
     for name in reader.names():
         dtype = reader.info(name).dtype
-        if name.endswith((".weight", ".bias")) and _is_packed(dtype) and not BUFFERS.search(name):
+        packed = dtype.itemsize < 2 or not dtype.is_floating_point
+        if packed and name.endswith((".weight", ".bias")) and not BUFFERS.search(name):
             raise SurgeryError(
                 f"{reader.source}: {name} is stored in {str(dtype).removeprefix('torch.')}, but config.json has no "
                 "quantization_config; use the checkpoint before quantization"
@@ -86,10 +87,6 @@ def check_comparison(reader: CheckpointReader, text: Any, comparison: Comparison
 
 def _config(reader: CheckpointReader) -> str:
     return f"{reader.source}/config.json" if reader.source.is_dir() else str(reader.source)
-
-
-def _is_packed(dtype: Any) -> bool:
-    return dtype.itemsize < 2 or not dtype.is_floating_point
 
 
 def _prefix(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:

@@ -6,7 +6,7 @@ read as in the source.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,17 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 advance(stop - start)
         return Outcome(
             config=config,
-            target=cross_layer_target(settings, self._groups, [report.ranks[0] for report in reports]),
+            target={
+                "to": "crosslayer",
+                "method": settings.method,
+                "model_type": MODEL_TYPE,
+                "reasons": [REASON],
+                "groups": [list(span) for span in self._groups],
+                "ranks": [report.ranks[0] for report in reports],
+                "sinks": settings.sinks,
+                "window": settings.window,
+                "block": settings.block,
+            },
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[SHARED],
@@ -288,21 +298,6 @@ def shared_rank(full: int, layers: int, settings: CrossLayerSettings, rotary_ele
             f"than the source's {full}{stays}, and at least one multiple"
         )
     return rank
-
-
-def cross_layer_target(settings: CrossLayerSettings, groups: Sequence[tuple[int, int]], ranks: Any) -> dict[str, Any]:
-    """Build the report's entry of the target."""
-    return {
-        "to": "crosslayer",
-        "method": settings.method,
-        "model_type": MODEL_TYPE,
-        "reasons": [REASON],
-        "groups": [list(span) for span in groups],
-        "ranks": ranks,
-        "sinks": settings.sinks,
-        "window": settings.window,
-        "block": settings.block,
-    }
 
 
 SHARED = "shared"
