@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.engines import in_transformers, llama_cpp, mlx, sglang, vllm
 from surgery.engines.facts import Facts
-from surgery.engines.number_formats import ruinous_formats
 from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
 
 if TYPE_CHECKING:
@@ -118,6 +116,9 @@ def diagnose(checkpoint: str | Path) -> Diagnosis:
 
     Raises SurgeryError: there is no checkpoint, or its config lacks an entry that the verdicts need.
     """
+    from surgery.checkpoint import CheckpointReader  # needs torch, which errors at first sight do not load
+    from surgery.engines.number_formats import ruinous_formats
+
     opened = CheckpointReader.open(checkpoint)
     reader = opened.as_stored
     try:
