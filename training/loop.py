@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -180,7 +180,8 @@ class Loop:
         began = time.monotonic()
         self._doing = f"step {at.step + 1}"
         rate = self._set_learning_rate()
-        with self._drawn_ranks() as share:
+        # Share of latents that all blocks keep in this step; None if they differ.
+        with nullcontext(1.0) if self._nested is None else self._nested.drawn(at.step) as share:
             sums = self._backward(batches, numbers, max(1, predicted) / self._averaged)
             drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
         t.factors.before_step()
@@ -222,10 +223,6 @@ class Loop:
             t.optimizer.step()
             t.factors.after_step()
         t.optimizer.zero_grad()
-
-    def _drawn_ranks(self) -> AbstractContextManager[float | None]:
-        """Mask latents for the coming step; yields the share that all blocks keep, None if they differ."""
-        return nullcontext(1.0) if self._nested is None else self._nested.drawn(self.at.step)
 
     def _guard(self, share: float | None) -> SpikeGuard:
         """Return the guard with the last losses at this share of latents; without spike checks if blocks differ."""

@@ -72,7 +72,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[st
     if not targets:
         raise SurgeryError("no parameters to train: attention has no linear modules; add names to lora_modules")
     # A list of names would also match names that end in them; a regular expression matches whole names.
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_name_pattern(targets)))
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="|".join(map(re.escape, targets))))
 
 
 def in_attention(name: str) -> bool:
@@ -96,10 +96,6 @@ def _chosen(name: str, parameter: Tensor, train: str, teacher: Mapping[str, Sequ
     if train == "attention":
         return in_attention(name)
     return list((teacher or {}).get(name, ())) != list(parameter.shape)
-
-
-def _name_pattern(names: Sequence[str]) -> str:
-    return "|".join(re.escape(name) for name in names)
 
 
 def examples(names: Iterable[str]) -> str:

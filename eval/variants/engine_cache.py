@@ -55,7 +55,7 @@ def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None 
             raise SurgeryError(f"format {format} needs calibration: pass tokens")
         with refusals(NoVariant):
             rotations = oscar_cache.oscar_rotations(model, tokens)
-        layers, chunk = oscar_cache.oscar_layers(rotations), oscar_cache.CHUNK
+        layers, chunk = [oscar_cache.oscar_layer(*each) for each in rotations], oscar_cache.CHUNK
     elif format in FORMATS:
         layers = FORMATS[format](model.config.get_text_config(decoder=True))
         chunk = kvarn_cache.PRESETS[format][2] if format in kvarn_cache.PRESETS else 0

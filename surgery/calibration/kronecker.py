@@ -57,7 +57,8 @@ def kronecker_factors(
     options = {"device": device, "processes": processes}
     if gradient is None:
         gradient = weighted_moment(gradients, **options)
-    if not gradient.trace() > 0 or not any(processes.map(lambda part: _any_nonzero(rows[part]), range(len(rows)))):
+    nonzero = processes.map(lambda part: any(bool(batch.any()) for batch in rows[part]), range(len(rows)))
+    if not gradient.trace() > 0 or not any(nonzero):
         return None
     for _ in range(sweeps):
         weights = _unusual(gradients, gradient, **options)
@@ -121,10 +122,6 @@ def _mean(
         total += summed
         count += tokens
     return total / count
-
-
-def _any_nonzero(batches: Sequence[Tensor]) -> bool:
-    return any(bool(batch.any()) for batch in batches)
 
 
 def _unusual(rows: Held, moment: Tensor, *, device: str | torch.device, processes: Processes) -> list[Tensor]:
