@@ -140,7 +140,7 @@ class _RowRunner:
     """Runner of all tasks on a row; loads a model only if results are missing.
 
     Attributes:
-        kept: what comparing tasks keep of the baseline, by task.
+        references: what comparing tasks keep of the baseline, by task.
         measured: number of rows with a new measurement.
     """
 
@@ -150,7 +150,7 @@ class _RowRunner:
     settings: EvalSettings
     tasks: Tasks
     baseline: ModelRow | None
-    kept: dict[str, Any] = field(default_factory=dict)
+    references: dict[str, Any] = field(default_factory=dict)
     measured: int = 0
 
     @property
@@ -170,7 +170,7 @@ class _RowRunner:
         if missing:
             self.measured += 1
             comparing = [task for task in missing if self._compares(row, task)]
-            if comparing and any(task.name not in self.kept for task in comparing):
+            if comparing and any(task.name not in self.references for task in comparing):
                 # All results of the baseline were stored, so it has not been loaded yet.
                 self._keep_baseline(comparing)
             model = row.load(self.device)
@@ -207,7 +207,7 @@ class _RowRunner:
         processes = self.session.processes
         start = time.perf_counter()
         try:
-            reference = self.kept.get(task.name) if self._compares(row, task) else None
+            reference = self.references.get(task.name) if self._compares(row, task) else None
             with plugin_errors(task.name, self.tasks.plugins.get(task.name)):
                 result = task.run(model, self.session, reference)
                 processes.from_main(lambda: _check_finite(row, task.name, result))
@@ -235,7 +235,7 @@ class _RowRunner:
     def _keep(self, model: PreTrainedModel, tasks: Sequence[ComparingTask]) -> None:
         for task in tasks:
             with plugin_errors(task.name, self.tasks.plugins.get(task.name)):
-                self.kept[task.name] = task.keep(model, self.session)
+                self.references[task.name] = task.keep(model, self.session)
 
     def _key(self, row: ModelRow, task: Task) -> str:
         settings = self.settings
