@@ -13,12 +13,9 @@ REPEATED_SENTENCE = "The grass is green. The sky is blue. The sun is yellow. Her
 
 @dataclass(frozen=True)
 class Haystack:
-    """Text as a circular sequence of units, from which passages of any size are cut.
+    """Text as a circular sequence of units, words or lines with their newline, from which passages of any size are cut.
 
-    Attributes:
-        units: words, or lines with their newline; not empty.
-        separator: string that joins units and sentences: a space or empty.
-        ends: for each unit, whether it ends a sentence; facts are inserted only after such units.
+    ``separator`` joins units and sentences: a space or empty. Facts are inserted only after units that end a sentence.
     """
 
     units: tuple[str, ...]
@@ -71,15 +68,8 @@ def python_reference() -> str:
 def largest_fit(measure: Callable[[int], int], room: int, least: int, start: int, slack: int = 0) -> int:
     """Find the largest size >= `least` for which `measure(size) <= room`; `measure` must not decrease.
 
-    The bracket narrows by interpolation, and by bisection at every third step, so the search always terminates. A
-    measure that stops growing ends the search for an upper bound. The returned size was measured to fit.
-
-    Args:
-        measure: function from a size to its cost, such as the number of prompt tokens with that much haystack.
-        room: the largest cost that fits.
-        least: smallest size, known to fit.
-        start: initial guess.
-        slack: stop early at a size whose measure is at least `room - slack`.
+    The bracket narrows by interpolation from `start`, and by bisection at every third step, so the search terminates.
+    It stops early at a size whose measure is at least `room - slack`. The returned size was measured to fit.
     """
     fits, fits_at = least, measure(least)
     over = over_at = None

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Document:
-    """One long text with named sections.
-
-    Attributes:
-        text: full text.
-        sections: (first character, name of the source) of each section, in order, the first at 0.
-    """
+    """One long text with sections in order: their first character, the first at 0, and the name of the source."""
 
     text: str
     sections: tuple[tuple[int, str], ...]
@@ -34,13 +29,11 @@ class Document:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Token windows for loss evaluation.
+    """Token windows [N, T] int64 for loss evaluation; every window starts with the tokenizer's bos if it has one.
 
     Attributes:
-        tokens: [N, T] int64; every window starts with the tokenizer's bos if it has one.
         source: [N, T] int64, index into `sources` for every token.
         bytes: [N, T] int64, UTF-8 bytes of every token; 0 for bos.
-        sources: names of the sources.
         ids: [L] int64, tokens of the whole text in order, from which the windows are drawn.
     """
 
@@ -63,18 +56,11 @@ class HeldOutText:
 def held_out_text(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], windows: int, length: int, seed: int
 ) -> HeldOutText:
-    """Draw random windows from the concatenated documents, in turn from each of the texts that they belong to.
+    """Draw random windows of ``length`` tokens, bos included, in turn from each of the texts that documents belong to.
 
-    The name of its first section tells which text a document belongs to. The tokenizer's eos separates documents, if it
-    has one. Windows may overlap, so confidence intervals are slightly too narrow if many windows are drawn from a short
-    text.
-
-    Args:
-        windows: number of windows N.
-        length: tokens per window T, bos included.
-
-    Raises:
-        SurgeryError: no documents, fewer windows than texts, or too little text.
+    The name of its first section tells which. The tokenizer's eos separates documents. Windows may overlap, so
+    intervals are slightly too narrow for a short text. Raises SurgeryError: no documents, fewer windows than texts, or
+    too little text.
     """
     if not documents:
         raise SurgeryError("no held-out text: give --data a file or a dataset that is not empty")

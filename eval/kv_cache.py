@@ -19,16 +19,12 @@ GROWTH_STEPS = 64
 
 @dataclass(frozen=True)
 class KVUse:
-    """Measured size of a model's live KV cache.
+    """Measured size of a model's live KV cache, of `batch` sequences of `context` tokens.
 
     Attributes:
-        context: cached tokens per sequence.
-        batch: number of sequences.
-        held_bytes: bytes of the whole cache at exactly `context` tokens.
-        bytes_per_token: `held_bytes` divided by the tokens of all sequences.
+        held_bytes: bytes of the whole cache at exactly `context` tokens; `bytes_per_token` divides them by all tokens.
         growth_per_token: bytes added per token and sequence, averaged over the last decode steps. Differs from
             `bytes_per_token` if layers keep only a window, or if old tokens take fewer bytes than new ones.
-        dtype: dtype of the model, such as "bfloat16".
     """
 
     context: int
@@ -53,18 +49,10 @@ def cache_bytes(cache: Any) -> int:
 
 @torch.no_grad()
 def measure_kv(model: nn.Module, context: int, batch: int = 1) -> KVUse:
-    """Fill the model's default cache with `context` random tokens and count its bytes.
+    """Fill the model's default cache with `context` random tokens, at least 2, and count its bytes.
 
-    All but the last 64 tokens are prefilled in one pass and the last 64 are decoded one by one, as in generation. For
-    contexts below 65, only the first token is prefilled.
-
-    Args:
-        model: causal model that returns its cache.
-        context: tokens per sequence, at least 2.
-        batch: number of sequences.
-
-    Raises:
-        SurgeryError: the model returns no cache.
+    All but the last 64 tokens are prefilled in one pass and those are decoded one by one, as in generation. For
+    contexts below 65, only the first token is prefilled. Raises SurgeryError: the model returns no cache.
     """
     steps = min(GROWTH_STEPS, context - 1)
     tokens = random_tokens(model, batch, context)
@@ -89,13 +77,8 @@ def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> tupl
     """Run one forward pass over `tokens` [B, T] with the given cache, or with a new one for None, as `generate` does.
 
     Computes only the logits of the last position if the model supports `logits_to_keep`: the logits of a long prompt
-    can take more memory than everything else.
-
-    Returns:
-        The model's output and its live cache.
-
-    Raises:
-        SurgeryError: the model returns no cache.
+    can take more memory than everything else. Returns the model's output and its live cache. Raises SurgeryError: the
+    model returns no cache.
     """
     last = {"logits_to_keep": 1} if _takes_logits_to_keep(type(model)) else {}
     output = model(input_ids=tokens, use_cache=True, **cache_for(model, cache), **last)
@@ -107,8 +90,7 @@ def forward_with_cache(model: nn.Module, tokens: LongTensor, cache: Any) -> tupl
 def dtype_name(model: nn.Module) -> str:
     """Return the dtype of most floating-point parameter elements, such as "bfloat16".
 
-    Raises:
-        SurgeryError: the model has no floating-point parameters.
+    Raises SurgeryError: the model has no floating-point parameters.
     """
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():

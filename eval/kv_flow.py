@@ -32,19 +32,8 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
     """Measure the peak bytes of keys and values while a random prompt is prefilled and continued, batch size 1.
 
     Sampled after every `update` of a cache layer: the bytes of the whole cache plus the returned tensors that do not
-    share its storage, such as dequantized tokens or a window concatenated with new tokens.
-
-    Args:
-        model: causal model that returns its cache.
-        prompt: number of prompt tokens.
-        steps: number of tokens decoded one by one after the prompt.
-        chunk: prompt tokens per forward pass; None prefills in one pass.
-
-    Returns:
-        Bytes; None if the cache is not filled through the `update` of its layers.
-
-    Raises:
-        SurgeryError: the model returns no cache.
+    share its storage. `chunk` is prompt tokens per forward pass; None prefills in one. Returns None if the cache is not
+    filled through the `update` of its layers. Raises SurgeryError: the model returns no cache.
     """
     past, watch = None, UpdateWatch()
     with evaluation_mode(model), watch.updates():
@@ -55,12 +44,9 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
 
 @torch.no_grad()
 def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: int | None = None) -> float | None:
-    """Measure the share of full causal attention's query-key pairs that are visited over prefill and decoding.
+    """Measure the share of full causal attention's query-key pairs that are visited, with `measure_peak`'s arguments.
 
-    Takes the arguments of `measure_peak`.
-
-    Returns:
-        Share in [0, 1]; None if the attention of the model cannot be replaced, or the model returns no cache.
+    None if the attention of the model cannot be replaced, or the model returns no cache.
     """
     counter, past = EntryCounter(), None
     pieces = _pieces(model, prompt, steps, chunk)

@@ -50,13 +50,9 @@ class LogitReader:
         return output.last_hidden_state if self.splits else output.logits
 
     def extend(self, tokens: LongTensor, cache: Any) -> tuple[Tensor, Any]:
-        """Run the model on `tokens` [B, T] that follow the tokens in `cache` (None for an empty cache).
+        """Run the model on `tokens` [B, T] that follow those in `cache`; return states as in `states`, and the cache.
 
-        Returns:
-            States as in `states`, and the new or updated cache.
-
-        Raises:
-            SurgeryError: the model returns no cache.
+        Raises SurgeryError: the model returns no cache.
         """
         module = self._body if self.splits else self._model
         output = module(input_ids=tokens.to(self._device), use_cache=True, **cache_for(module, cache))

@@ -45,12 +45,9 @@ ENDING = ".\n"
 
 @dataclass(frozen=True)
 class RecallSet:
-    """Recall prompts with their answers.
+    """Recall prompts [N, T] int64: text with planted facts, followed by a question and its answer.
 
-    Attributes:
-        tokens: [N, T] int64; each row is text with planted facts, followed by a question and its answer.
-        answer_mask: [N, T] bool, true at the digit tokens of the answer (the targets, not the positions that predict
-            them).
+    `answer_mask` [N, T] is true at the digit tokens of the answer (not at the positions that predict them).
     """
 
     tokens: LongTensor
@@ -70,8 +67,7 @@ def recall_line(name: str, value: str) -> str:
 def draw_facts(rng: random.Random, count: int) -> list[tuple[str, str]]:
     """Draw `count` facts (name, five random digits) with distinct names.
 
-    Raises:
-        SurgeryError: `count` is below 1 or above the number of names.
+    Raises SurgeryError: `count` is below 1 or above the number of names.
     """
     if not 1 <= count <= len(NAMES):
         raise SurgeryError(f"number of planted facts must be from 1 to {len(NAMES)}, not {count}")
@@ -87,19 +83,10 @@ def recall_prompts(
     seed: int,
     facts: int = 4,
 ) -> RecallSet:
-    """Build recall prompts: bos, text with facts at random depths, the question for one fact and its answer.
+    """Build prompts of ``length`` tokens: bos, text with facts at random depths, the question for one and its answer.
 
-    Args:
-        tokenizer: tokenizer of the evaluated model. Prompts start with its bos token if it has one.
-        filler_ids: token ids of the filler text, from which random windows are drawn.
-        count: number of prompts N.
-        length: tokens per prompt T, bos and answer included.
-        seed: random seed; equal seeds give equal prompts.
-        facts: facts per prompt; the question asks for one of them.
-
-    Raises:
-        SurgeryError: the text is too short, the facts do not fit in the length, or the tokenizer merges the end of the
-            question with the answer.
+    Random windows are drawn from `filler_ids`; equal seeds give equal prompts. Raises SurgeryError: the text is too
+    short, the facts do not fit in the length, or the tokenizer merges the end of the question with the answer.
     """
     check_longer_than(len(filler_ids), length)
     filler = np.asarray(filler_ids)
@@ -109,14 +96,10 @@ def recall_prompts(
 
 
 def recall_hits(reader: LogitReader, tokens: LongTensor, query_mask: BoolTensor) -> list[bool]:
-    """Return for each prompt of a batch [B, T] whether greedy decoding gives all five digits.
+    """Return for each prompt of a batch [B, T] whether greedy decoding gives all five digits, where the mask is true.
 
-    The right answer is fed to the model (teacher forcing), and the argmax is compared with it at every answer token.
-    This is equivalent to greedy decoding after the question: up to the first wrong token, decoded and given tokens
-    are equal. Only the number of right digits after the first error may differ, and it is not counted.
-
-    Args:
-        query_mask: [B, T], true at the answer tokens.
+    The right answer is fed to the model, and the argmax is compared with it at every answer token. This is equivalent
+    to greedy decoding: up to the first wrong token, decoded and given tokens are equal.
     """
     first = int(query_mask.any(0).nonzero()[0])
     guess = reader.logits(reader.states(tokens)[:, first - 1 : -1]).argmax(-1).to(tokens.device)
@@ -151,8 +134,7 @@ def _prompt(
 def answered_question(tokenizer: PreTrainedTokenizerBase, name: str, value: str) -> tuple[list[int], range]:
     """Return the token ids of the recall line and the range of its digit tokens.
 
-    Raises:
-        SurgeryError: the question is tokenized differently when the answer follows.
+    Raises SurgeryError: the question is tokenized differently when the answer follows.
     """
     line = tokenize(tokenizer, recall_line(name, value))
     question = tokenize(tokenizer, QUESTION.format(name=name))

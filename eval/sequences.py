@@ -24,16 +24,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def random_windows(
     token_ids: Sequence[int] | np.ndarray, count: int, length: int, seed: int, bos: int | None
 ) -> LongTensor:
-    """Draw `count` windows of one long text at uniformly random offsets; windows may overlap.
+    """Draw `count` windows [count, length] int64 of one long text at uniformly random offsets; windows may overlap.
 
-    With `bos`, a window is that token and `length - 1` tokens of text, like the start of a document. Without it, a
-    window is `length` tokens of text.
-
-    Returns:
-        Token ids [count, length], int64. Equal arguments give equal windows, on every machine.
-
-    Raises:
-        SurgeryError: `count` is below 1, `length` is below 2, or the text has no more than `length` tokens.
+    With `bos`, a window is that token and `length - 1` tokens of text. Equal arguments give equal windows, on every
+    machine. Raises SurgeryError: `count` is below 1, `length` below 2, or the text has no more than `length` tokens.
     """
     if count < 1 or length < 2:
         raise SurgeryError(f"cannot draw {count} windows of {length} tokens: at least 1 of at least 2 tokens is needed")

@@ -76,8 +76,7 @@ ADJECTIVES, NOUNS, VERBS = (tuple(words.split()) for words in (_ADJECTIVES, _NOU
 def draw_distinct(rng: random.Random, draw: Callable[[random.Random], str], count: int) -> list[str]:
     """Draw `count` distinct words; with an equal `rng`, a shorter list is a prefix of a longer one.
 
-    Raises:
-        SurgeryError: `draw` has too few distinct results.
+    Raises SurgeryError: `draw` has too few distinct results.
     """
     words: dict[str, None] = {}
     for _ in range(20 * count + 1000):

@@ -35,13 +35,9 @@ class Config:
 
 
 class Extent(int):
-    """Size or stride of a tensor as an integer that remembers its tensor and dimension.
+    """Size, or stride, of a tensor's dimension as an integer that remembers both.
 
     A plan (`plan.py`) is reused by later calls and reads the extents from the tensors of each call.
-
-    Attributes:
-        tensor, dim: the tensor and its dimension.
-        is_stride: True for the stride of the dimension, False for its size.
     """
 
     tensor: Tensor
@@ -57,14 +53,9 @@ class Extent(int):
 
 @dataclass(frozen=True)
 class Launch:
-    """Kernel with its grid and arguments.
+    """`triton.jit` kernel with its grid along up to three axes and arguments by name, `tl.constexpr` ones included.
 
-    Attributes:
-        kernel: a `triton.jit` function.
-        grid: number of programs along up to three axes.
-        arguments: all kernel parameters by name, `tl.constexpr` ones included; tensors, numbers or None.
-        warps, stages: as in `Config`.
-        scratch: arguments that are temporary memory for this launch and later ones, neither inputs nor results.
+    ``scratch`` names temporary memory for this launch and later ones; ``warps`` and ``stages`` are as in `Config`.
     """
 
     kernel: Any

@@ -15,13 +15,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def softmax_step(logits, m_i, l_i, TOKENS: tl.constexpr):
-    """Update the running softmax with a block of logits.
+    """Update the running softmax with a block of logits, whose tokens are along the axis TOKENS.
 
-    Args:
-        TOKENS: axis of the tokens in `logits`.
-
-    Returns:
-        The block's weights, the new `m_i` and `l_i`, and `alpha`, the factor that rescales earlier accumulators.
+    Returns the block's weights, the new `m_i` and `l_i`, and `alpha`, the factor that rescales earlier accumulators.
     """
     m_new = tl.maximum(m_i, tl.max(logits, axis=TOKENS))
     # -∞ - -∞ is NaN for a query without a visible token so far.

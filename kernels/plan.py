@@ -2,7 +2,7 @@
 
 Checks, configuration, splits, grids and arguments follow from dtypes, devices, shapes, strides and settings: the key of
 a plan. A plan stays valid while a sequence grows. For the token dimension the key holds the bit length of its size,
-since splits change at powers of two only (`split_count.py`); for strides that depend on that size, the properties that
+since splits change at powers of two only (`split_count`); for strides that depend on that size, the properties that
 Triton specializes on. A plan reads the size and these strides from every call.
 """
 
@@ -54,12 +54,9 @@ def forget_plans() -> None:
 
 
 class Layout:
-    """Argument layout of an operation: tensors and growing dimensions.
+    """Argument layout of an operation: names in the order of the schema, tensors or None, and growing dimensions.
 
-    Args:
-        names: argument names, in the order of the schema.
-        tensors: names of the arguments that are tensors or None.
-        growth: dimensions that grow with the sequence. In calls with `pages` only the page table grows.
+    Dimensions grow with the sequence. In calls with `pages` only the page table grows.
     """
 
     def __init__(self, names: Sequence[str], tensors: set[str], growth: Growth) -> None:
@@ -95,11 +92,7 @@ class Layout:
     def exact_key(self, values: Sequence[Any], needs_gradient: bool = False) -> tuple[Any, ...] | None:
         """Return everything that a plan and its extents depend on; cheap, since it is computed at every call.
 
-        Args:
-            needs_gradient: refuse tensors that require gradients.
-
-        Returns:
-            None if a tensor is a subclass without storage of its own, or requires a gradient.
+        None if a tensor is a subclass without storage of its own, or requires a gradient that is needed.
         """
         key = [*self._settings(values)]
         for index in self._tensors:
@@ -146,17 +139,8 @@ def _kind(stride: int) -> tuple[int, int]:
 class Plan:
     """Launches of a call, reusable with the tensors of any call of the same key.
 
-    Kernel arguments are picked from one list: the call's arguments, its extents, newly allocated results and scratch,
-    and constants.
-
-    Args:
-        layout: argument layout of the operation.
-        values: arguments of the planned call, all tensors distinct objects.
-        outputs: one or two results, with the same shapes as in any call of the key; None if there are none.
-        launches: kernel launches that compute the outputs.
-
-    Attributes:
-        steps: for each launch the getter of its arguments and its starter.
+    Kernel arguments are picked from one list: the call's arguments, all distinct tensors, its extents, newly allocated
+    results and scratch, and constants. There are no, one or two outputs, of the same shapes in any call of the key.
     """
 
     def __init__(self, layout: Layout, values: Sequence[Any], outputs: Results, launches: Sequence[Launch]) -> None:

@@ -16,16 +16,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute grouped-query attention under a mask, in at least float32.
 
-    Args:
-        query: [B, T, H, d]
-        key: [B, G, S, d]
-        value: [B, G, S, v]
-        scale: multiplies the logits.
-        mask: boolean [B, T, S], or [B, G, T, S] by KV head. Tokens that no query sees may be NaN.
-        gain: [B, S, n], factors on the logits; each applies to H / n query heads.
-
-    Returns:
-        out [B, T, H, v] in the query's dtype and lse [B, T, H].
+    Query [B, T, H, d], key [B, G, S, d], value [B, G, S, v]; the boolean mask is [B, T, S], or [B, G, T, S] by KV head.
+    Tokens that no query sees may be NaN. A gain [B, S, n] multiplies the logits of H / n query heads each. Returns out
+    [B, T, H, v] in the query's dtype and lse [B, T, H].
     """
     mask = mask if mask.dim() == 4 else mask[:, None]
     if not key.shape[2]:  # `amax` fails without tokens, so add a masked one
@@ -55,12 +48,8 @@ def attention(
 def visible(filled: Tensor, ends: Tensor, starts: Tensor | None, tokens: int, window: int | None) -> Tensor:
     """Return the boolean mask [B, T, S] of the tokens that the last T tokens of each row see.
 
-    Args:
-        filled: boolean [B, S], slots that hold a token.
-        ends: [B], tokens of each row: query t is at position `ends - T + t`.
-        starts: [B], the first token of each row that is no padding; None for 0.
-        tokens: T.
-        window: latest tokens that a query sees, itself included; None for all.
+    Of ``filled`` slots [B, S]: query t is at position `ends - T + t`, the first token that is no padding at ``starts``
+    (None for 0). A window holds the latest tokens, the query's own included.
     """
     token = torch.arange(filled.shape[1], device=filled.device)
     position = (ends[:, None] - tokens + torch.arange(tokens, device=filled.device))[:, :, None]

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from surgery.kernels.launch import Config, Launch
 from surgery.kernels.online_softmax import LN2, LOG2E
-from surgery.kernels.split_count import split_count
 
 
 def processors(device: torch.device) -> int:
@@ -35,13 +34,10 @@ def processors(device: torch.device) -> int:
 
 
 def splits_of(config: Config, programs: int, query: Tensor, capacity: int, window: int | None = None) -> int:
-    """Return the number of splits per row, as configured or from shapes alone.
+    """Return the splits per row of a query [B, T, H, ·], as configured or from shapes alone.
 
-    Args:
-        programs: programs of the launch without splits.
-        query: [B, T, H, ·].
-        capacity: tokens that a row of the cache has room for.
-        window: latest tokens that a query sees; None for all.
+    ``programs`` are those without splits, ``capacity`` the tokens that a row has room for, ``window`` the latest ones
+    seen.
     """
     if config.splits is not None:
         return config.splits
@@ -121,3 +117,18 @@ def split_tokens(low, length, split, splits, BLOCK: tl.constexpr):
     each = tl.cdiv(tl.cdiv(length - low, splits), BLOCK) * BLOCK
     start = low + split * each
     return start, tl.minimum(start + each, length)
+
+
+LEAST_TOKENS = 512
+"""Minimum tokens per split; below, writing and reading its fp32 partial result takes longer than the split saves."""
+
+MOST_SPLITS = 128
+
+
+def split_count(programs: int, tokens: int, processors: int) -> int:
+    """Return a power of two of splits for up to two waves of programs, with at least `LEAST_TOKENS` tokens per split.
+
+    ``tokens`` is the capacity of a row, not its length. A power of two up to `MOST_SPLITS` compiles few kernels.
+    """
+    count = min(2 * processors // max(programs, 1), tokens // LEAST_TOKENS, MOST_SPLITS)
+    return 1 << (max(count, 1).bit_length() - 1)

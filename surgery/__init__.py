@@ -22,13 +22,7 @@ from surgery.version import __version__
 if TYPE_CHECKING:
     from surgery.acceleration import accelerate, decelerate
     from surgery.api.measuring import evaluate, inspect, plan, score_heads, verify
-    from surgery.api.plugins import (
-        register_family,
-        register_method,
-        register_scorer,
-        register_structure,
-        register_task,
-    )
+    from surgery.api.plugins import register_family, register_method, register_scorer, register_structure, register_task
     from surgery.api.rewriting import convert, heal, slice
 
 # kernels/, training/, eval/, recipes/ and configs/ live at the top of the repository and are linked into this package.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from itertools import pairwise
 
-from surgery.common.threads import wait_passively
 from surgery.registration import disable_kernels
 
 
@@ -22,3 +22,12 @@ def started_as_module() -> bool:
         return False
     modules = (after for option, after in pairwise(sys.orig_argv[1:]) if re.fullmatch(r"-[a-zA-Z]*m", option))
     return next(modules, "").partition(".")[0] == "surgery"
+
+
+def wait_passively() -> None:
+    """Let idle OpenMP threads of this process and its children sleep, unless OMP_WAIT_POLICY is already set.
+
+    Spinning, the default, is many times slower when other processes compete for the cores. GNU OpenMP reads the
+    variable once, when torch loads it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported, as in surgery.common.threads, whose package would import it.
+# Before torch is imported, as in surgery.own_program, whose package would import it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # On two cores, two workers of two threads each would mostly wait for each other.
@@ -161,7 +161,7 @@ def no_gradients():
 @pytest.fixture
 def one_core():
     """Tiny models have no work for two cores; on a busy machine they would mostly wait for each other."""
-    from surgery.running.threads import torch_threads
+    from surgery.transforms.algebra import torch_threads
 
     with torch_threads(1):
         yield

@@ -16,10 +16,9 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.console.engines import show_commands
 from surgery.console.page import new_page
-from surgery.engines.diagnosis import diagnose
 from surgery.engines.facts import Facts
 from surgery.engines.limits import mla_limits
-from surgery.engines.table import engine_table, refuse_unless_loadable
+from surgery.engines.table import diagnose, engine_table, refuse_unless_loadable
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED
 from surgery.export import export_checkpoint
 from surgery.structures.kv_heads.settings import KVHeadsSettings

@@ -17,7 +17,7 @@ from surgery.console.inspection import show_inspection
 from surgery.eval.kv_cache import cache_bytes
 from surgery.inspection.converted import _by_kind
 from surgery.inspection.inspect import CONTEXTS, inspect_checkpoint
-from surgery.structures.mla.bench import stock_mla
+from surgery.structures.mla.structure import stock_mla
 from surgery.structures.registry import TARGETS
 
 pytestmark = pytest.mark.usefixtures("one_core")

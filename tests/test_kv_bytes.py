@@ -17,8 +17,8 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.common.size_names import with_size_names
 from surgery.engines import facts
-from surgery.engines.diagnosis import diagnose
 from surgery.engines.facts import Facts
+from surgery.engines.table import diagnose
 from surgery.evaluation.dry_run import plan_evaluation
 from surgery.evaluation.run import EvaluationRequest
 from surgery.evaluation.settings import EvalSettings

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, make_checkpoint
 from transformers import AutoModelForCausalLM
 
+from surgery.architectures.deepseek_v3 import query_latent
 from surgery.architectures.neutral_norm import (
     CONSTANT,
     HALF_SCALE,
@@ -21,7 +22,6 @@ from surgery.architectures.neutral_norm import (
     recognized_norm,
     tiny_norm,
 )
-from surgery.architectures.query_latent import query_latent
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import names_of

@@ -19,7 +19,6 @@ from tiny_models import HELD_OUT
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.checkpoint.disk import write_whole
 from surgery.checkpoint.file_hashes import CARD, REPORT, hash_files
-from surgery.checkpoint.pictures import save_figure
 from surgery.checkpoint.staging import MARKER, UNFINISHED, Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
@@ -32,6 +31,7 @@ from surgery.evaluation.store import ResultStore
 from surgery.heads.journal import Journal
 from surgery.heads.pattern import HeadPattern
 from surgery.healing import heal as healing
+from surgery.planning.picture import save_figure
 from surgery.training.run_folder import CHECKPOINT_FILES, RUN_FILES
 from surgery.training.token_file import TokenFile
 from surgery.workflow.recipe import Recipe

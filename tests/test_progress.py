@@ -10,8 +10,8 @@ import pytest
 from command_line import run_main
 from tiny_models import HELD_OUT
 
+from surgery.cli.commands import environment
 from surgery.common import phase as phases
-from surgery.common.environment import environment
 from surgery.common.progress import QUIET, VERBOSE, Progress
 from surgery.reporting.report import previous_report
 

@@ -24,8 +24,7 @@ from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.structures.slices.measure import measure_slices
-from surgery.structures.slices.structure import SliceSettings
+from surgery.structures.slices.structure import SliceSettings, measure_slices
 
 TEXT = {
     "calibration": str(HELD_OUT),

@@ -19,8 +19,7 @@ from surgery.checkpoint.file_hashes import hash_files
 from surgery.inspection import checks
 from surgery.inspection.checks import FAILED, NOT_CHECKED, PASSED, verify_checkpoint
 from surgery.structures.registry import find_target
-from surgery.verification.files import compare_files
-from surgery.verification.record import Recorded
+from surgery.verification.record import Recorded, compare_files
 
 OLD = Path(__file__).with_name("old_checkpoints")
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}

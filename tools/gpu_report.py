@@ -28,8 +28,7 @@ NOTHING = "Nothing was measured on a GPU yet.\n"
 def merge(results: list[Path]) -> None:
     """Write docs/gpu/DATE-DEVICE.json and update the pages.
 
-    Raises:
-        SurgeryError: no rows, or only those of a rehearsal.
+    Raises SurgeryError: no rows, or only those of a rehearsal.
     """
     report = report_of(_lines(results))
     if report["tiny"]:
@@ -45,8 +44,7 @@ def merge(results: list[Path]) -> None:
 def report_of(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Collect the rows of runs on one machine by step, with device, versions, commit and commands.
 
-    Raises:
-        SurgeryError: no rows.
+    Raises SurgeryError: no rows.
     """
     report: dict[str, Any] = {
         "schema": SCHEMA,

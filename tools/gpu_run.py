@@ -48,12 +48,10 @@ class Started(subprocess.Popen):
 
 @dataclass
 class Records:
-    """Reader of a step's result files that returns each row once, while the step still writes.
+    """Reader of a step's result files in a folder that returns each row once, while the step still writes.
 
-    Attributes:
-        work: folder of the files.
-        files: JSON files with "rows", or JSON Lines files; names separated by ``|`` are one file, which is moved when
-            the step ends.
+    They are JSON files with "rows", or JSON Lines files; names separated by ``|`` are one file, moved when the step
+    ends.
     """
 
     work: Path
@@ -87,11 +85,9 @@ def _rows_of(file: Path) -> list[dict[str, Any]]:
         record = json.loads(text)
     except ValueError:
         return []
-    return record["rows"] if "rows" in record else [_without_layers(record)]
-
-
-def _without_layers(report: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in report.items() if name not in ("layers", "files", "stages")}
+    if "rows" in record:
+        return record["rows"]
+    return [{name: value for name, value in record.items() if name not in ("layers", "files", "stages")}]
 
 
 def start(arguments: list[str], environment: dict[str, str], log: Path) -> Started:
@@ -113,21 +109,11 @@ def run(
     tiny: bool,
     starter: Callable[[list[str], dict[str, str], Path], Process] = start,
 ) -> None:
-    """Run the steps that are not done, in order, and write two files to ``out``: rows and the log.
+    """Run the steps that are not done, in order, within ``seconds``, and write two files to ``out``: rows and the log.
 
-    Args:
-        seconds: time limit of the whole run.
-        max_files: maximum files in ``out``; two are needed.
-        out: folder of the results.
-        pack: folder of the parts from `tools/gpu.py pack`, which may be incomplete.
-        work: folder that later runs on this machine reuse: parts, checkpoints, and which steps are done.
-        steps: comma-separated names; None for all.
-        device: device of the measurements.
-        tiny: rehearse at tiny shapes.
-        starter: function that starts a process.
-
-    Raises:
-        SurgeryError: an unknown step, too few files, or a damaged part.
+    ``pack`` holds parts from `tools/gpu.py pack`, which may be incomplete; later runs reuse ``work``. ``steps`` are
+    comma-separated names, None for all; ``tiny`` rehearses; ``starter`` starts a process. Raises SurgeryError: an
+    unknown step, too few files, or a damaged part.
     """
     if max_files < 2:
         raise SurgeryError(f"--max-files {max_files}: must be at least 2, for the rows and the log")
@@ -212,8 +198,7 @@ def _selected_steps(names: str | None) -> list[Step]:
 def _arrived(pack: Path, work: Path) -> Path | None:
     """Copy the available parts to the work folder; return the model's file once all have arrived.
 
-    Raises:
-        SurgeryError: the joined model does not match its SHA-256.
+    Raises SurgeryError: the joined model does not match its SHA-256.
     """
     for part in sorted(pack.glob("part-*")):
         shutil.copytree(part, work, dirs_exist_ok=True)

@@ -36,13 +36,9 @@ SPARE = 12.0
 
 @dataclass(frozen=True)
 class Setup:
-    """Machine and size of a run.
+    """Machine and size of a run, with checkpoints and records in ``work``; ``tiny``: rehearsal at tiny shapes.
 
-    Attributes:
-        work: folder of checkpoints and records, reused by later runs on the same machine.
-        device: device of the measurements, such as cuda.
-        tiny: whether this is a rehearsal at tiny shapes.
-        model: GGUF file or folder of a small real model; None if it has not arrived.
+    ``model`` is a GGUF file or folder of a small real model; None if it has not arrived.
     """
 
     work: Path
@@ -65,14 +61,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """One process of a run.
+    """One process of a run, with a time limit that is four times as long in a rehearsal.
 
     Attributes:
-        name: name in the results.
-        seconds: time limit; four times as long in a rehearsal.
         arguments: function from the setup and the time limit to the arguments of the Python interpreter.
         records: result files below the work folder, see :class:`gpu_run.Records`.
-        needs_model: whether it runs on the small real model.
         environment: function from the setup to additional environment variables.
     """
 
@@ -84,8 +77,14 @@ class Step:
     environment: Callable[[Setup], dict[str, str]] = lambda setup: {}
 
 
-def _facts(setup: Setup, seconds: float) -> list[str]:
-    return [__file__, "facts", str(setup.work / "facts.jsonl"), "--device", setup.device, *_size(setup)]
+def _program(name: str) -> Callable[[Setup, float], list[str]]:
+    """Return the arguments function of a program of this file."""
+
+    def arguments(setup: Setup, seconds: float) -> list[str]:
+        size = ["--tiny"] if setup.tiny else []
+        return [__file__, name, str(setup.work / f"{name}.jsonl"), "--device", setup.device, *size]
+
+    return arguments
 
 
 def _tests(setup: Setup, seconds: float) -> list[str]:
@@ -154,10 +153,6 @@ def _decode(forms: str, folder: str, *options: str) -> Callable[[Setup, float], 
     return arguments
 
 
-def _shape(setup: Setup, seconds: float) -> list[str]:
-    return [__file__, "shape", str(setup.work / "shape.jsonl"), "--device", setup.device, *_size(setup)]
-
-
 def _convert(to: str, *options: str) -> Callable[[Setup, float], list[str]]:
     def arguments(setup: Setup, seconds: float) -> list[str]:
         tokens = ["--calibration-tokens", "128", "--calibration-length", "64", "--held-out", "1"] if setup.tiny else []
@@ -198,22 +193,18 @@ def _bench(setup: Setup, what: str, seconds: float, *options: str, folder: str |
     return ["-m", "surgery", "bench", what, *options, *where, *device]
 
 
-def _size(setup: Setup) -> list[str]:
-    return ["--tiny"] if setup.tiny else []
-
-
 def _rows_of_tests(setup: Setup) -> dict[str, str]:
     return {"SURGERY_TESTS": str(setup.work / "tests.jsonl")}
 
 
 STEPS = (
-    Step("facts", 40, _facts, ("facts.jsonl",)),
+    Step("facts", 40, _program("facts"), ("facts.jsonl",)),
     Step("compile", 60, _compile, ("compile.jsonl",), environment=_compiled),
     Step("tests", 80, _tests, ("tests.jsonl",), environment=_rows_of_tests),
     Step("kernels", 110, _kernels, ("kernels/kernels.json",)),
     Step("decode-rows", 45, _decode(ROW_FORMS, "decode-rows", *ROW_SIZES), ("decode-rows/decode.json",)),
     Step("decode", 100, _decode(FORMS, "decode"), ("decode/decode.json",)),
-    Step("convert-shape", 60, _shape, ("shape.jsonl",)),
+    Step("convert-shape", 60, _program("shape"), ("shape.jsonl",)),
     Step("convert-mla", 240, _convert("mla", *QUARTER, "--bits", "auto"), ("model-mla/surgery_report.json",), True),
     Step("decode-model", 45, _decode_model, ("decode-model/decode.json",), True),
     Step("heal", 130, _heal, HEALED, True),

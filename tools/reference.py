@@ -41,11 +41,7 @@ def page() -> str:
             continue  # an alias, or a target of a plugin
         own = {name: each for name, each in settings_of(target.settings_class).items() if each != common.get(name)}
         parts += [f"### `convert --to {target.name}`\n", _table(own)]
-    verbs = {
-        "plan": PlanSettings,
-        "slice": SLICE.settings_class,
-        "heads": HeadSettings,
-    }
+    verbs = {"plan": PlanSettings, "slice": SLICE.settings_class, "heads": HeadSettings}
     for name, cls in (verbs | {"eval": EvalSettings, "heal": HealSettings}).items():
         own = {key: each for key, each in settings_of(cls).items() if each != common.get(key)}
         parts += [f"### `{name}`\n", _table(own)]

@@ -37,8 +37,7 @@ class NotReady(Exception):
 def check_versions(root: Path = ROOT) -> str:
     """Return the version of surgery/version.py, which CHANGELOG.md (with a date) and CITATION.cff must share.
 
-    Raises:
-        NotReady: versions differ, or the date is missing.
+    Raises NotReady: versions differ, or the date is missing.
     """
     version = _found(root / "surgery" / "version.py", r'__version__ = "([^"]+)"')
     newest = _found(root / "CHANGELOG.md", r"^## (.+)$")
@@ -56,8 +55,7 @@ def check_versions(root: Path = ROOT) -> str:
 def check_address(root: Path = ROOT) -> None:
     """Check that all files of `ADDRESSES` name the public address or a contact.
 
-    Raises:
-        NotReady: a file without an address.
+    Raises NotReady: a file without an address.
     """
     silent = [name for name, pattern in ADDRESSES.items() if not re.search(pattern, _text(root / name), re.MULTILINE)]
     if silent:
@@ -67,8 +65,7 @@ def check_address(root: Path = ROOT) -> None:
 def check_repository(version: str, root: Path = ROOT) -> None:
     """Check that the working tree is clean and that the version has no tag.
 
-    Raises:
-        NotReady: uncommitted changes, or an existing tag.
+    Raises NotReady: uncommitted changes, or an existing tag.
     """
     if _git(root, "status", "--porcelain"):
         raise NotReady("the working tree has uncommitted changes; commit them")

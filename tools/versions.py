@@ -82,8 +82,7 @@ old. On Python 3.10 the newest torch and transformers that can be installed are 
 def floors(wheel: Path) -> list[str]:
     """Return a pip constraint for every lower bound in a wheel's metadata, except those of the kernels extra.
 
-    Raises:
-        SystemExit: a package with two different lower bounds.
+    Raises SystemExit: a package with two different lower bounds.
     """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
@@ -101,8 +100,7 @@ def floors(wheel: Path) -> list[str]:
 def interpreter(minor: str) -> str:
     """Return the interpreter of a Python version such as 3.10, from PATH or pyenv's folder.
 
-    Raises:
-        SystemExit: not installed.
+    Raises SystemExit: not installed.
     """
     for path in (
         shutil.which(f"python{minor}"),
@@ -117,8 +115,7 @@ def interpreter(minor: str) -> str:
 def try_pair(minor: str, end: str, wheel: Path, folder: Path) -> tuple[str, bool]:
     """Install a wheel into a new environment, import its modules and run the tests.
 
-    Returns:
-        The row of the table, and whether all tests passed.
+    Returns the row of the table, and whether all tests passed.
     """
     python, report = folder / "venv" / "bin" / "python", folder / "tests.xml"
     _run(interpreter(minor), "-m", "venv", folder / "venv")

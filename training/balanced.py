@@ -1,17 +1,13 @@
 """Rescaling of latents before training, so that one learning rate suits down- and up-projections.
 
 A latent element is written by a row of the down-projection and read by a column of the up-projections. Multiplying the
-row by c and the column by 1/c leaves the function unchanged. Conversions choose c for other reasons: columns that are
-orthonormal in some metric leave rows of magnitude 1e-3 next to columns of magnitude 1. Adam moves every weight by about
-the learning rate, whatever its magnitude, so the rows are destroyed before the columns have moved. With equal RMS on
-both sides, both move alike.
+row by c and the column by 1/c leaves the function unchanged. Conversions leave rows of magnitude 1e-3 next to columns
+of magnitude 1. Adam moves every weight by about the learning rate, whatever its magnitude, so the rows are destroyed
+before the columns have moved.
 
-In the MLA classes of transformers, the adjacent pairs of the shared rotary key are rescaled likewise; the queries of
-every head read them. Latents after a norm are rescaled only if the conversion made that norm neutral: any other norm
-depends on all latents at once.
-
-The scales are powers of two, so that the student's output stays bit-identical. The exception is a stock latent next to
-a constant channel: the norm over both changes by a fraction of the latent's energy over the constant's.
+In the MLA classes of transformers, the adjacent pairs of the shared rotary key are rescaled likewise. Latents after a
+norm are rescaled only if the conversion made that norm neutral. The scales are powers of two, so that the student's
+output stays bit-identical, except next to a constant channel of the stock class.
 """
 
 from __future__ import annotations
@@ -27,14 +23,7 @@ from surgery.training.recording import decoder_of
 
 @dataclass(frozen=True)
 class _Bundle:
-    """Latent elements that can be rescaled independently of all others.
-
-    Attributes:
-        producers: views [r, ...] of the weights and biases that write them, the weight first.
-        read: views [..., r] of the weights that read them.
-        factors: [r] learning-rate multipliers of the producers; see `surgery.training.lr_multipliers`.
-        shared: number of adjacent elements that share a scale.
-    """
+    """Latent elements that can be rescaled alone: views [r, ...] of weights that write and [..., r] that read them."""
 
     producers: list[Tensor]
     read: list[Tensor]
@@ -67,11 +56,8 @@ def balance_latents(student: nn.Module, factors: Mapping[str, Tensor] | None = N
     """Rescale in place the latents whose producers and readers both train; return their number.
 
     A custom attention declares by `latent_slices` which outputs of its `kv_down` are latents, and by `latent_readers`
-    the weights that read them. Stock MLA is recognized by its parameter names. Latents that have a frozen side, or that
-    other layers read too, stay unchanged.
-
-    Args:
-        factors: per-parameter learning-rate multipliers by parameter name; see `surgery.training.lr_multipliers`.
+    the weights that read them; stock MLA is recognized by its parameter names. `factors` are learning-rate multipliers
+    by parameter name.
     """
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     factors_by_id = {id_: factors[name] for id_, name in names.items() if name in (factors or {})}
@@ -94,11 +80,7 @@ def _custom_bundles(attention: nn.Module | None) -> Iterator[_Bundle]:
 
 
 def _stock_bundles(attention: nn.Module, factors_by_id: Mapping[int, Tensor]) -> Iterator[_Bundle]:
-    """Yield the bundles of stock MLA: latents under a neutral norm, and interleaved rotary pairs.
-
-    A neutral norm shows in `factors_by_id`: it has multipliers for the down-projection. Rows that never move (factor 0)
-    follow the latents and stay unchanged.
-    """
+    """Yield the bundles of stock MLA: latents under a norm with multipliers, and interleaved rotary pairs."""
     down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj.weight
     rank = up.shape[1]
     if id(down.weight) in factors_by_id:

@@ -1,9 +1,7 @@
 """Training checkpoints from which an interrupted run resumes: folders that are written atomically.
 
-A checkpoint holds the files of accelerate's `save_state` (weights, optimizer, scaler and the random state of every
-process) and `state.json` with the state of the training loop, written last. Only trainable weights are saved: the
-frozen ones are in the student's checkpoint. Under FSDP every process writes its shard of all weights, in torch's
-format.
+A checkpoint holds the files of accelerate's `save_state` and, written last, `state.json` with the state of the loop.
+Only trainable weights are saved; under FSDP every process writes its shard of all weights, in torch's format.
 """
 
 from __future__ import annotations
@@ -34,18 +32,14 @@ _is_of_state = matching(STATE_FILES)
 
 
 class Checkpoints:
-    """Checkpoints of one run, in a folder that all its processes share.
-
-    Every process must make every call.
-    """
+    """Checkpoints of one run, in a folder that all its processes share. Every process must make every call."""
 
     def __init__(
         self, folder: Path, accelerator: Accelerator, *, processes: Processes = ALONE, keep_last: int = 2
     ) -> None:
         """Create the folder and hook into the accelerator, which has prepared the model.
 
-        Raises:
-            SurgeryError: the folder cannot be created.
+        Raises SurgeryError: the folder cannot be created.
         """
         self.folder, self._accelerator, self._processes, self._keep_last = folder, accelerator, processes, keep_last
         self.last_good: Path | None = None
@@ -56,14 +50,9 @@ class Checkpoints:
         self._on_main(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
 
     def save(self, state: Mapping[str, Any], name: str | None = None) -> Path:
-        """Write a checkpoint and remove the oldest ones beyond `keep_last`.
+        """Write a checkpoint of JSON values with "step", and remove the oldest beyond `keep_last` unnamed ones.
 
-        Args:
-            state: JSON values, with "step", the number of completed steps.
-            name: folder name of a checkpoint that `keep_last` does not count; None names it by its step.
-
-        Raises:
-            SurgeryError: the checkpoint cannot be written; earlier ones stay.
+        Raises SurgeryError: the checkpoint cannot be written; earlier ones stay.
         """
         accelerator = self._accelerator
         path = self.folder / (name or f"{PREFIX}{state['step']:08d}")
@@ -84,13 +73,9 @@ class Checkpoints:
         return path
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore the model, the optimizer, the scaler and the random state from a checkpoint.
+        """Restore model, optimizer, scaler and random state; return the `state` that was passed to `save`.
 
-        Returns:
-            The `state` that was passed to `save`.
-
-        Raises:
-            SurgeryError: the checkpoint is damaged, or has other parameters.
+        Raises SurgeryError: the checkpoint is damaged, or has other parameters.
         """
         state = read_state(path)
         if state is None:

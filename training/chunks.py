@@ -25,12 +25,10 @@ Head = nn.Module | Tensor | Callable[[Tensor], Tensor]
 
 
 class States(NamedTuple):
-    """Final hidden states of a model at N positions, with its LM head.
+    """Final hidden states [N, D] of a model after the final norm, in any floating dtype, with its LM head.
 
-    Attributes:
-        hidden: [N, D] hidden states after the final norm, in any floating dtype.
-        head: LM head. A module is called, not read for its weight, so that hooks which gather sharded weights (FSDP)
-            and its adapters work.
+    A head that is a module is called, not read for its weight: hooks that gather sharded weights, and adapters, then
+    work.
     """
 
     hidden: Tensor
@@ -53,8 +51,7 @@ class States(NamedTuple):
 def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -> int:
     """Return the number of chunks, of at least one position, with fp32 logits [chunk, V] within ``max_bytes``.
 
-    Raises:
-        SurgeryError: ``max_bytes`` is not positive.
+    Raises SurgeryError: ``max_bytes`` is not positive.
     """
     if max_bytes < 1:
         raise SurgeryError(f"max_bytes must be positive, not {max_bytes}")
@@ -63,15 +60,10 @@ def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -
 
 
 def summed_over_chunks(function: Callable[..., Tensor], columns: Sequence[Tensor], chunks: int) -> Tensor:
-    """Sum ``function`` over chunks of ``columns``, with gradients if they are enabled.
+    """Sum ``function`` over chunks of ``columns`` [N, …], with gradients if they are enabled.
 
-    Several chunks are checkpointed: the backward pass calls ``function`` again. A single chunk is computed once.
-
-    Args:
-        function: called with one chunk of every column; returns a tensor of the same shape for each chunk, empty chunks
-            included.
-        columns: tensors [N, …].
-        chunks: number of chunks; their lengths differ by one row at most, and some are empty if N is smaller.
+    Several chunks are checkpointed: the backward pass calls ``function`` again. It gets one chunk of every column,
+    which may be empty, and returns a tensor of the same shape for each.
     """
     pieces = zip(*(column.tensor_split(chunks) for column in columns), strict=True)
     if chunks == 1 or not torch.is_grad_enabled():

@@ -39,11 +39,8 @@ class TrainingRow:
 class Batch:
     """Stacked rows of equal length: tokens, labels and documents [B, T] int64; see `TrainingRow`.
 
-    Attributes:
-        predicting: [N] int64, the positions whose next token has a label, as indices into the flattened [B T].
-        spans: token slices of each document of each row.
-
-    The last two are derived from the others. `to` keeps them, so that nothing waits for a GPU to compute them.
+    Derived, and kept by `to` so that nothing waits for a GPU: `predicting`, [N] int64 indices into the flattened [B T]
+    of positions whose next token has a label, and `spans`, the token slices of each document of each row.
     """
 
     tokens: LongTensor
@@ -66,11 +63,7 @@ class Batch:
 
     @property
     def position_ids(self) -> LongTensor:
-        """Position ids [B, T] int64 that restart with every document.
-
-        Models of transformers derive a document mask from them if they get neither an attention mask nor a cache; see
-        `surgery.training.document_masks.honours_document_masks`.
-        """
+        """Position ids [B, T] int64 that restart with every document, as transformers' document masks need them."""
         index = torch.arange(self.documents.shape[1], device=self.documents.device).expand_as(self.documents)
         first = torch.zeros_like(index)
         first[:, 1:] = torch.where(self.documents[:, 1:] != self.documents[:, :-1], index[:, 1:], 0)
@@ -105,11 +98,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Sequences(Protocol):
-    """Endless source of rows of one length, numbered from 0.
-
-    Attributes:
-        data_sha256: hash of the rows and their order.
-    """
+    """Endless source of rows of one length, numbered from 0; `data_sha256` hashes the rows and their order."""
 
     data_sha256: str
 
@@ -121,11 +110,7 @@ class Sequences(Protocol):
 
 
 def collate(rows: Sequence[TrainingRow]) -> Batch:
-    """Stack rows to a batch.
-
-    Raises:
-        SurgeryError: there are no rows, or their lengths differ.
-    """
+    """Stack rows to a batch. Raises SurgeryError: there are no rows, or their lengths differ."""
     lengths = sorted({len(row.tokens) for row in rows})
     if len(lengths) != 1:
         raise SurgeryError(
@@ -141,8 +126,7 @@ def collate(rows: Sequence[TrainingRow]) -> Batch:
 def dealt(step: int, batch_size: int, rank: int = 0, ranks: int = 1) -> list[int]:
     """Return the numbers of the sequences that process `rank` of `ranks` takes in a step; `batch_size` is global.
 
-    Raises:
-        SurgeryError: the batch is smaller than the number of processes, or the rank is out of range.
+    Raises SurgeryError: the batch is smaller than the number of processes, or the rank is out of range.
     """
     if batch_size < ranks or not 0 <= rank < ranks:
         raise SurgeryError(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import LongTensor, Tensor, nn
+from transformers import masking_utils
 
 from surgery.eval.logits import evaluation_mode
 
@@ -16,15 +20,10 @@ through kernels of other shapes than a single one. In bfloat16 the limit is 16 e
 def honours_document_masks(model: nn.Module, length: int = 128) -> bool:
     """Return whether `Batch.position_ids` suffice to keep a model's attention inside each document.
 
-    Without an attention mask and a cache, transformers takes restarting position ids for a packed row and masks earlier
-    documents. An attention that does not implement this may ignore position ids, or refuse them, as layers that share
-    a cache do. The test runs two documents of random tokens packed, and the second one alone. The second document's
-    outputs must agree up to rounding, relative to their difference when position ids do not restart.
-
-    Args:
-        model: a causal model, before it is wrapped or sharded.
-        length: tokens of the test row, at least 4. Pass the training length: a sliding window shows only in rows that
-            are longer than it.
+    Without an attention mask and a cache, transformers takes restarting position ids for a packed row. An attention
+    that does not implement this ignores position ids, or refuses them. The test runs two documents of random tokens
+    packed, and the second alone, whose outputs must agree up to rounding, relative to their difference when position
+    ids do not restart. `length` is the training length: a sliding window shows only in longer rows.
     """
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -51,3 +50,31 @@ def _states(model: nn.Module, tokens: LongTensor, positions: LongTensor) -> Tens
     output = body(input_ids=tokens, position_ids=positions, use_cache=False)
     states = getattr(output, "last_hidden_state", None)
     return (output.logits if states is None else states).float()
+
+
+ASKS = "find_packed_sequence_indices"
+"""Function of `transformers.masking_utils` that checks, once a forward pass, whether position ids restart."""
+
+
+@contextmanager
+def known_documents(packed: bool | None) -> Iterator[None]:
+    """Build masks in a ``with`` block without reading position ids on the host, which would synchronize the device.
+
+    `packed` says whether position ids restart within a row; None leaves the check to transformers.
+    """
+    asks = getattr(masking_utils, ASKS, None)
+    if packed is None or asks is None:
+        yield
+        return
+
+    def answer(position_ids: LongTensor) -> Tensor | None:
+        if not packed:
+            return None
+        steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+        return (steps != 1).cumsum(-1)
+
+    setattr(masking_utils, ASKS, answer)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, ASKS, asks)

@@ -51,16 +51,9 @@ LOGIT_TENSORS = 6
 
 @dataclass(frozen=True)
 class Estimate:
-    """Forecast of a healing run.
+    """Forecast of a healing run: parameters, budget over all processes, and peak bytes of a device by part.
 
-    Attributes:
-        parameters: numbers of parameters: "student", "trained" and "teacher".
-        processes: number of processes, of one device each.
-        sharded: whether FSDP2 shards the student.
-        tokens_per_step: over all processes.
-        steps, tokens: budget of the run; None if only time limits it.
-        memory: peak bytes of a device by part.
-        total_flops: FLOPs of the whole budget over all processes; None if only time limits it.
+    The budget is None if only time limits the run.
     """
 
     parameters: dict[str, int]
@@ -84,8 +77,7 @@ class Estimate:
 def config_of(reader: CheckpointReader, settings: HealSettings) -> PreTrainedConfig:
     """Load a checkpoint's config; for a vision-language model that of its language model, the part that trains.
 
-    Raises:
-        SurgeryError: transformers does not know the architecture.
+    Raises SurgeryError: transformers does not know the architecture.
     """
     reader = language_model(reader)
     return with_standard_names(load_config(reader.path, trust_remote_code=settings.trust_remote_code))
@@ -101,13 +93,7 @@ def estimate(
 ) -> Estimate:
     """Estimate memory and FLOPs of a healing run without loading weights or touching a device.
 
-    Args:
-        student_config, teacher_config: configs of the models; None for no teacher.
-        settings: with a dtype other than "auto".
-        sharded: whether FSDP2 shards the student over all processes.
-
-    Raises:
-        SurgeryError: dtype is "auto", or nothing would train.
+    Raises SurgeryError: dtype is "auto", or nothing would train.
     """
     if settings.dtype not in WIDTHS:
         raise SurgeryError(f"dtype {settings.dtype} depends on the device: choose fp32, bf16 or fp16", setting="dtype")
@@ -135,12 +121,7 @@ def estimate(
 
 
 def _memory(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    settings: HealSettings,
-    processes: int,
-    *,
-    sharded: bool,
+    student: PreTrainedModel, teacher: PreTrainedModel | None, settings: HealSettings, processes: int, *, sharded: bool
 ) -> dict[str, int]:
     """Compute the peak bytes of a device, by part."""
     width, parts = WIDTHS[settings.dtype], processes if sharded else 1

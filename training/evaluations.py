@@ -1,8 +1,4 @@
-"""Evaluations during training: tasks of `surgery eval`, run on the student between steps.
-
-Tasks, texts, prompts and seeds are the defaults of `surgery eval`, so that results during training and of the final
-checkpoint come from the same data. The dtype, batch size and processes are those of the training.
-"""
+"""Evaluations during training: tasks of `surgery eval` with its texts, prompts and seeds, run on the student."""
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ SEED, RECALL_SEED = 0, 1
 
 
 class Evaluations:
-    """Evaluation tasks of a run, with their data.
-
-    Attributes:
-        settings: settings of each task by its name, as in a report of `surgery eval`.
-    """
+    """Evaluation tasks of a run, with their data; `settings` by task name, as in a report of `surgery eval`."""
 
     def __init__(
         self,
@@ -50,16 +42,10 @@ class Evaluations:
         *,
         sharded: bool = False,
     ) -> None:
-        """Build the tasks without running them.
+        """Build the tasks without running them. `limit` is the longest sequence that the student takes.
 
-        Args:
-            limit: longest sequence that the student takes; None for no limit.
-            processes: processes that share the batches.
-            sharded: whether every process holds only a shard of the student. Every process then runs every batch, since
-                a forward pass needs all of them.
-
-        Raises:
-            SurgeryError: a text cannot be read or is too short, or a task does not fit in the sequence length.
+        If the student is sharded, every process runs every batch, since a forward pass needs all of them. Raises
+        SurgeryError: a text cannot be read or is too short, or a task does not fit in the sequence length.
         """
         self._length = min(settings.length, limit or settings.length)
         self._data, self._tokenizer = settings.evaluate_data or default_names(tokenizer), tokenizer
@@ -83,18 +69,10 @@ class Evaluations:
         )
 
     def measure(self, accelerator: Accelerator, module: nn.Module, student: PreTrainedModel) -> dict[str, Any]:
-        """Evaluate the student. Every process must call it and gets the same results.
+        """Evaluate the student within its possibly wrapped `module`; return the main metrics of each task (`headline`).
 
-        Random states, training mode and weights are unchanged afterwards.
-
-        Args:
-            module: the trained module, possibly wrapped, which contains the student.
-
-        Returns:
-            The main metrics of each task; see `headline`.
-
-        Raises:
-            SurgeryError: a task does not fit in the sequence length, or cannot run on the student.
+        Every process must call it. Random states, training mode and weights are unchanged afterwards. Raises
+        SurgeryError: a task does not fit in the sequence length, or cannot run on the student.
         """
 
         def run() -> dict[str, Any]:
@@ -148,11 +126,7 @@ class _Lockstep(Processes):
 
 
 def _within_forward(accelerator: Accelerator, module: nn.Module, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `run` in place of the trained module's forward pass and return its result.
-
-    Under FSDP2, weights outside the layers (embeddings, head) are gathered only during a forward pass of the
-    outermost module.
-    """
+    """Call `run` in place of the trained module's forward pass, in which FSDP2 gathers embeddings and head."""
     inner = accelerator.unwrap_model(module)
     own = inner.__dict__.get("forward")  # accelerate's casting wrapper, an attribute of the instance
     inner.forward = lambda _: run()

@@ -30,11 +30,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(SurgeryError):
-    """Stop of a run by a signal, after its state was saved.
-
-    Attributes:
-        code: exit code, 128 plus the signal number, as in shells.
-    """
+    """Stop of a run by a signal, after its state was saved; `code` is the exit code, 128 plus the signal number."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -44,9 +40,7 @@ class Interrupted(SurgeryError):
 class SpikeGuard:
     """Guard against losses that are not finite, and against consecutive loss spikes.
 
-    Attributes:
-        recent: the last `WINDOW` losses without spikes; part of a checkpoint.
-        spikes: number of consecutive spikes; part of a checkpoint.
+    `recent`, the last `WINDOW` losses without spikes, and `spikes`, the number of consecutive ones, are in checkpoints.
     """
 
     def __init__(self, factor: float | None, recent: list[float] | None = None, spikes: int = 0) -> None:
@@ -54,13 +48,10 @@ class SpikeGuard:
         self._factor, self.recent, self.spikes = factor, list(recent or []), spikes
 
     def check(self, loss: float, gradient_norm: float, step: int, last_good: Path | None) -> str | None:
-        """Check the loss of a step, counted from 1, before its update.
+        """Check the loss of a step, counted from 1; return the message for a spike, whose update should be skipped.
 
-        Returns:
-            None, or the message for a spike, whose update should be skipped.
-
-        Raises:
-            SurgeryError: the loss or the gradient norm is not finite, or this is the spike number `PATIENCE` in a row.
+        Raises SurgeryError: the loss or the gradient norm is not finite, or this is the spike number `PATIENCE` in a
+        row.
         """
         where = f"step {step}: the loss is {loss:.4g}"
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
@@ -78,13 +69,10 @@ class SpikeGuard:
 
 
 class StopRequest:
-    """Context manager that records SIGTERM and SIGINT instead of stopping.
+    """Context manager that records the number of the first SIGTERM or SIGINT instead of stopping.
 
     A second SIGINT reaches the previous handler. A second SIGTERM is ignored: launchers forward a signal that
     schedulers and `surgery heal` have sent to all processes already, while the state is being saved.
-
-    Attributes:
-        signal: number of the first signal, 0 before it.
     """
 
     def __init__(self) -> None:
@@ -114,8 +102,7 @@ class StopRequest:
 def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[None]:
     """Turn an out-of-memory error into a message with the activity `doing()` and settings that need less memory.
 
-    Raises:
-        SurgeryError: the block ran out of memory, on an accelerator or in the CPU's allocator.
+    Raises SurgeryError: the block ran out of memory, on an accelerator or in the CPU's allocator.
     """
     try:
         yield

@@ -45,7 +45,6 @@ from surgery.running.models import causal_model, tokenizer_of
 from surgery.running.processes import Processes, world_size
 from surgery.running.source_check import open_source
 from surgery.running.unfused import language_model
-from surgery.training.attention import use_attention
 from surgery.training.balanced import balance_latents
 from surgery.training.checkpoints import Checkpoints, latest
 from surgery.training.distillation import Distillation, vocabulary_of
@@ -55,13 +54,7 @@ from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.lr_multipliers import LRMultipliers, adapter_factors, read_factors
 from surgery.training.measure import peak_memory
-from surgery.training.models import (
-    ADAPTER,
-    check_writable,
-    set_dtypes,
-    trained_tensors,
-    write_healed,
-)
+from surgery.training.models import ADAPTER, check_writable, set_dtypes, trained_tensors, use_attention, write_healed
 from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare

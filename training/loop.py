@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -43,9 +43,8 @@ class Training:
         module: a `distillation.Distillation`, possibly wrapped; `names` are the losses that it measures.
         identity: values that must not change when a run resumes, as plain JSON values.
         cached: returns the teacher's logits for sequence numbers; None without cached logits.
-        evaluations: tasks to run between steps, or None.
-        keeps_best: whether to write the state with the lowest held-out KL divergence, the initial state included. Set
-            for models with quantized caches, where too large a step undoes the conversion's calibration.
+        keeps_best: whether to write the state with the lowest held-out KL divergence, the initial one included: with
+            quantized caches, too large a step undoes the conversion's calibration.
     """
 
     accelerator: Accelerator
@@ -69,15 +68,15 @@ class Loop:
     """Training loop of one run.
 
     Attributes:
-        at: position of the run.
-        ended: reason for the end; empty before.
+        ended: reason for the end of the run, empty before.
+        takes_best: whether the best state is written instead of the last.
     """
 
     def __init__(self, training: Training) -> None:
         self._t = training
         settings, accelerator = training.settings, training.accelerator
         self.at = Position()
-        self.ended = ""
+        self.ended, self.takes_best = "", training.keeps_best
         self._budget = Budget(settings.max_steps, settings.max_tokens, settings.max_seconds)
         self._processes, self._rank = accelerator.num_processes, accelerator.process_index
         self._batch = settings.global_batch(self._processes)
@@ -98,16 +97,10 @@ class Loop:
         """Name of the held-out loss by which the best state is chosen."""
         return "kl" if self._t.keeps_best and "kl" in self._t.names else "cross_entropy"
 
-    @property
-    def takes_best(self) -> bool:
-        """Return whether the best state is written instead of the last."""
-        return self._t.keeps_best
-
     def resume(self) -> bool:
         """Resume from the newest complete checkpoint; return False if there is none.
 
-        Raises:
-            SurgeryError: the checkpoint was made with other data, models or settings.
+        Raises SurgeryError: the checkpoint was made with other data, models or settings.
         """
         path = self._t.checkpoints.latest(self._t.progress.note)
         if path is None:
@@ -187,7 +180,8 @@ class Loop:
         began = time.monotonic()
         self._doing = f"step {at.step + 1}"
         rate = self._set_learning_rate()
-        with self._drawn_ranks() as share:
+        # Share of latents that all blocks keep in this step; None if they differ.
+        with nullcontext(1.0) if self._nested is None else self._nested.drawn(at.step) as share:
             sums = self._backward(batches, numbers, max(1, predicted) / self._averaged)
             drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
         t.factors.before_step()
@@ -229,10 +223,6 @@ class Loop:
             t.optimizer.step()
             t.factors.after_step()
         t.optimizer.zero_grad()
-
-    def _drawn_ranks(self) -> AbstractContextManager[float | None]:
-        """Mask latents for the coming step; yields the share that all blocks keep, None if they differ."""
-        return nullcontext(1.0) if self._nested is None else self._nested.drawn(self.at.step)
 
     def _guard(self, share: float | None) -> SpikeGuard:
         """Return the guard with the last losses at this share of latents; without spike checks if blocks differ."""

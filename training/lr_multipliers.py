@@ -1,11 +1,9 @@
 """Per-parameter learning-rate multipliers, by element of a tensor.
 
-A checkpoint format may require that an element stays constant, or that some rows of a weight are very small or large.
-Adam's steps have the magnitude of the learning rate, whatever the gradient's, so one step would undo that. A factor f
-reparametrizes an element w as f·v and trains v: the gradient is multiplied by f before it is clipped, so that its norm
-is that of v, and the optimizer's update by f. With f = 0 the element stays bit-identical.
-
-The conversion decides which elements have factors, by parameter name; training only applies them.
+A checkpoint format may require that an element stays constant, or that rows of a weight are very small or large. One
+step of Adam, of the learning rate's magnitude, would undo that. A factor f reparametrizes an element w as f·v and
+trains v: the gradient is multiplied by f before it is clipped, and the optimizer's update by f. With f = 0 the element
+stays bit-identical.
 """
 
 from __future__ import annotations
@@ -27,38 +25,21 @@ from surgery.training.trainable import examples
 def read_factors(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
     """Read factors from a JSON file of rules; see `factors_of`.
 
-    Raises:
-        SurgeryError: the file cannot be read, or a rule is invalid.
+    Raises SurgeryError: the file cannot be read, or a rule is invalid.
     """
     return factors_of(read_json(Path(path)), model, str(path))
 
 
 def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[str, Tensor]:
-    """Build factors from rules by parameter name, or by a pattern with * and ?.
+    """Build fp32 factors of parameters' shapes from rules by parameter name, or by a pattern with * and ?.
 
-    A rule is one of:
+    A rule is `true` (all is frozen); a list of indices along the first dimension, or a range like "0:512" (these rows
+    are frozen); or an object with `rows` or `columns` (along the last dimension), and `factor` (default 0):
 
-    - `true`: the whole parameter is frozen;
-    - a list of indices along the first dimension (negative ones count from the end), or a range like "0:512": these
-      rows are frozen;
-    - an object with `rows` (one of the above) or `columns` (along the last dimension), and `factor` (default 0):
+        {"*.kv_a_proj_with_mqa.weight": {"rows": "0:512", "factor": 9.3e-10}, "*.kv_b_proj.weight": {"columns": [512]}}
 
-        {"*.kv_a_layernorm.weight": true,
-         "*.kv_a_proj_with_mqa.bias": [512],
-         "*.kv_a_proj_with_mqa.weight": {"rows": "0:512", "factor": 9.313225746154785e-10},
-         "*.kv_b_proj.weight": {"columns": [512]}}
-
-    A list of objects holds several rules for a parameter. Later rules win.
-
-    Args:
-        model: the loaded model, not wrapped and without adapters.
-        where: name of the source of the rules in errors.
-
-    Returns:
-        Parameter name to factors of the parameter's shape, fp32; parameters without a rule are left out.
-
-    Raises:
-        SurgeryError: a rule is malformed, or matches no parameter or index.
+    A list of objects holds several rules for a parameter; later rules win. `where` names the rules in errors. Raises
+    SurgeryError: a rule is malformed, or matches no parameter or index.
     """
     parameters = dict(model.named_parameters())
     factors: dict[str, Tensor] = {}
@@ -78,11 +59,9 @@ def factors_of(rules: Mapping[str, Any], model: nn.Module, where: str) -> dict[s
 def adapter_factors(factors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Translate factors of weights to factors of their LoRA adapters.
 
-    The update of a weight [out, in] is B A, with B [out, rank] initialized to 0. Row factors go to the rows of B,
-    column factors to the columns of A. The initial value of A is multiplied in place by the column factors, too.
-
-    Raises:
-        SurgeryError: the factors of a weight are not an outer product of row and column factors.
+    The update of a weight [out, in] is B A. Row factors go to the rows of B, column factors to the columns of A, whose
+    initial value is multiplied in place, too. Raises SurgeryError: factors are not an outer product of row and column
+    factors.
     """
     translated: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -110,13 +89,9 @@ class LRMultipliers:
     """Factors applied to gradients and updates around each optimizer step; under FSDP2 to each process's shards."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], factors: Mapping[str, Tensor]) -> None:
-        """Match factors to parameters, after the model was sharded.
+        """Match fp32 factors of unsharded shapes to trainable parameters by name, after the model was sharded.
 
-        Args:
-            factors: by parameter name, fp32 of the unsharded parameter's shape; those of frozen parameters are ignored.
-
-        Raises:
-            SurgeryError: factors and parameter differ in shape, or every trainable element has the factor 0.
+        Raises SurgeryError: factors and parameter differ in shape, or every trainable element has the factor 0.
         """
         self._entries: list[tuple[nn.Parameter, Tensor]] = []
         self._before: list[Tensor] = []

@@ -21,11 +21,7 @@ def held_out_losses(
     """Compute mean losses over all rows, in nats per predicted token; equal on every process.
 
     Rows are dealt to the processes in batches. Every process runs equally many, as a sharded model requires; batches
-    without labels fill up the rest.
-
-    Args:
-        module: a `distillation.Distillation`, possibly wrapped; runs in evaluation mode.
-        names: names of the losses that it returns.
+    without labels fill up the rest. `module` is a `distillation.Distillation`, possibly wrapped.
     """
     batches = [collate(rows[first : first + batch_size]) for first in range(0, len(rows), batch_size)]
     nothing = replace(batches[0], labels=torch.full_like(batches[0].labels, IGNORED), predicting=None)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.carried_files import CarriedFiles
@@ -18,6 +19,7 @@ from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_kinds import CONFIG
 from surgery.common.errors import SurgeryError
 from surgery.model import DECODERS, SurgeryConfig, SurgeryPicturesConfig, remote_code_files
+from surgery.running import equal_widths
 from surgery.running.models import causal_model_unchecked
 from surgery.training.settings import HealSettings
 from surgery.training.trainable import add_adapters
@@ -59,24 +61,13 @@ def _gathered(parameter: nn.Parameter) -> Tensor:
 
 
 def write_healed(
-    reader: CheckpointReader,
-    settings: HealSettings,
-    trained: Mapping[str, Tensor],
-    folder: Path,
-    carried: CarriedFiles,
+    reader: CheckpointReader, settings: HealSettings, trained: Mapping[str, Tensor], folder: Path, carried: CarriedFiles
 ) -> None:
-    """Write the healed checkpoint: the student with its trained tensors, in its class and dtypes.
+    """Write the healed checkpoint to an existing folder: the student with its trained tensors, in its class and dtypes.
 
-    Frozen tensors are bit-identical to the student's.
-
-    Args:
-        reader: reader of the student's checkpoint.
-        trained: fp32 tensors by the student's parameter names, or by the names of its LoRA adapters.
-        folder: existing output folder; files in it stay.
-        carried: files next to the student's weights, as they were before the training.
-
-    Raises:
-        SurgeryError: the student lacks a trained parameter, its checkpoint has changed, or the disk is full.
+    Frozen tensors are bit-identical to the student's. `trained` are fp32 tensors by the student's parameter names, or
+    by those of its LoRA adapters; `carried` are files next to the student's weights, as they were before the training.
+    Raises SurgeryError: the student lacks a trained parameter, its checkpoint has changed, or the disk is full.
     """
     model = causal_model_unchecked(reader, trust_remote_code=settings.trust_remote_code)
     reader.check_unchanged()  # by hash: a changed timestamp alone must not lose a training
@@ -142,3 +133,15 @@ def _copy_rest(carried: CarriedFiles, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
     if (own := carried.own_config(config, os.listdir(folder))) != config:
         (folder / CONFIG).write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+
+
+def use_attention(model: PreTrainedModel, choice: str, device: torch.device) -> str | None:
+    """Set a model's attention function for training and return its name; None keeps the loaded one.
+
+    Args:
+        choice: "model" for the function that the model was loaded with; "auto" for `surgery.running.equal_widths` on a
+            CPU, the model's on a GPU.
+    """
+    if choice == "model" or device.type != "cpu":
+        return None
+    return equal_widths.NAME if equal_widths.use_equal_widths(model) else None

@@ -1,10 +1,7 @@
 """Nested ranks: training after which every slice of the student is a good model (MatryoshkaKV, arXiv:2410.14731).
 
-Conversions order latents by importance, and a slice keeps the first elements of every block. Plain healing trains with
-all of them only. Here every step draws a rank per block and zeroes the latents beyond it: the step computes exactly
-what the slice computes, and zeroed latents get no gradient.
-
-An attention declares by `latent_slices` which outputs of its `kv_down` are latents, whatever the conversion method.
+Conversions order latents by importance, and a slice keeps the first elements of every block. Here every step draws a
+rank per block and zeroes the latents beyond it: the step computes exactly what the slice computes.
 """
 
 from __future__ import annotations
@@ -28,20 +25,16 @@ MASK = "latent_mask"
 
 
 class NestedRanks:
-    """Masks that zero the latents of a student beyond drawn ranks.
+    """Masks that zero the latents of a student beyond drawn ranks, `shares` of a block's latents.
 
     A draw depends on seed, step, layer and block alone: a resumed run draws like an uninterrupted one, and all
     processes and batches of a step draw alike. Outside `drawn` and `cut` nothing is masked.
-
-    Attributes:
-        shares: fractions of a block's latents to draw from.
     """
 
     def __init__(self, student: nn.Module, shares: Sequence[float], seed: int) -> None:
         """Register masks on a student, which is on its device and may be wrapped or have adapters.
 
-        Raises:
-            SurgeryError: a layer has no latents that can be cut.
+        Raises SurgeryError: a layer has no latents that can be cut.
         """
         self.shares, self._seed = tuple(shares), seed
         attentions = nested_attentions(student)
@@ -108,8 +101,7 @@ def kept_rank(share: float, rank: int) -> int:
 def nested_attentions(student: nn.Module) -> list[nn.Module]:
     """Return the attention of every layer, each with latents that can be cut.
 
-    Raises:
-        SurgeryError: a layer's attention has no `latent_slices`.
+    Raises SurgeryError: a layer's attention has no `latent_slices`.
     """
     attentions = [attention_of(layer) for layer in decoder_of(student).layers]
     for index, attention in enumerate(attentions):

@@ -35,13 +35,10 @@ class ObjectiveWeights(FileSettings):
     """Weights of the losses; a loss of weight 0 is not computed.
 
     Attributes:
-        kl, cross_entropy: weights of the losses in the module docstring.
         hidden: weight of `matching.matching_loss` on the outputs of layers.
-        layerwise: weight of the same loss on attention outputs, with each attention on its teacher's input, so that
-            layers train independently (CSKV, arXiv:2409.10593). It excludes all other losses.
+        layerwise: the same on attention outputs, each on its teacher's input (CSKV, arXiv:2409.10593); excludes others.
 
-    Raises:
-        SurgeryError: a value is out of range, all weights are 0, or layerwise is combined with other losses.
+    Raises SurgeryError: a value is out of range, all weights are 0, or layerwise is combined with other losses.
     """
 
     kl: float = 1.0
@@ -86,24 +83,16 @@ def logit_losses(
     chunks: int | None = None,
     positions: float | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the unweighted losses on logits in one pass over the positions.
+    """Compute the unweighted losses on logits in one pass over the positions: scalars by name, 0 if N is 0.
 
     Args:
-        weights: select the losses.
-        student: states at the N predicting positions.
-        teacher: states at the same positions, of any hidden size, or its top-k logits; None if no loss needs it. It
-            gets no gradient.
+        student, teacher: states at the N predicting positions, or the teacher's top-k logits, which get no gradient.
         targets: [N] int64 next tokens; None if no loss needs them.
-        chunks: number of chunks; None for `chunk_count` of N. Every chunk gathers a sharded head, so all processes must
-            pass the same number, whatever their N.
+        chunks: number of chunks; None for `chunk_count` of N. With a sharded head all processes must pass the same.
         positions: divisor of the sums; None for N. To weigh all positions of a global batch equally, pass their number
             divided by the number of gradients that are averaged (processes times accumulated batches).
 
-    Returns:
-        Scalars by the names of `ObjectiveWeights`, with gradients if they are enabled; 0 if N is 0.
-
-    Raises:
-        SurgeryError: vocabulary sizes or numbers of positions differ, or an input is missing.
+    Raises SurgeryError: vocabulary sizes or numbers of positions differ, or an input is missing.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
     if weights.cross_entropy and targets is None:
@@ -135,17 +124,9 @@ def logit_losses(
 
 
 def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the weighted sum of losses.
+    """Return the weighted sum of scalar losses with gradients, and the unweighted losses, detached.
 
-    Args:
-        weights: weights of the objective.
-        parts: unweighted scalar losses by name.
-
-    Returns:
-        The weighted sum with gradients; the unweighted losses, detached and still on their device.
-
-    Raises:
-        SurgeryError: a loss with a nonzero weight is missing.
+    Raises SurgeryError: a loss with a nonzero weight is missing.
     """
     missing = [name for name in weights.parts() if name not in parts]
     if missing:
@@ -157,8 +138,7 @@ def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Ten
 def _teacher_columns(teacher: Teacher | None, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
     """Return the teacher's per-position tensors by name, to be chunked with the student's.
 
-    Raises:
-        SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
+    Raises SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
     """
     if teacher is None:
         raise SurgeryError("kl needs a teacher: set teacher or teacher_logits")

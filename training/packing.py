@@ -1,8 +1,4 @@
-"""Packing of documents into rows of one length, and the order of the rows.
-
-Documents, each ended by eos, are concatenated to one stream. It is cut into rows with a bos before each, as in
-calibration.
-"""
+"""Packing of documents, each ended by eos, into rows of one length with a bos, and the order of the rows."""
 
 from __future__ import annotations
 
@@ -32,12 +28,7 @@ HELD_OUT_DOCUMENTS, DOCUMENT_ORDER, ROW_ORDER = range(3)
 
 @dataclass(frozen=True)
 class RowShape:
-    """Layout of rows.
-
-    Attributes:
-        length: tokens T of a row.
-        bos: token id before each row, or None.
-    """
+    """Layout of rows: tokens T of a row, and the token id before each row, or None."""
 
     length: int
     bos: int | None
@@ -78,11 +69,7 @@ class RowShape:
 class Recalls:
     """Facts with questions, planted in a share of the rows: healing on plain text alone forgets to retrieve.
 
-    Attributes:
-        tokenizer: tokenizer of the planted lines.
-        share: fraction of the rows, 0 to 1, evenly spaced.
-        seed: determines with a row's number the facts and their positions.
-        wording: wording of the lines, as fits the text.
+    The seed and a row's number determine the facts and their positions.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -107,11 +94,9 @@ class Recalls:
 
 
 class PackedSequences:
-    """Packed rows of tokenized documents, reshuffled every epoch. See `Sequences`.
+    """Packed rows of tokenized documents, reshuffled every epoch; see `Sequences`. An epoch has `rows` rows.
 
-    Attributes:
-        held_out: rows of documents that are not trained on, equal for equal data and length, without planted facts.
-        rows: number of rows of an epoch.
+    `held_out` are rows of documents that are not trained on, equal for equal data and length, without planted facts.
     """
 
     def __init__(
@@ -123,15 +108,7 @@ class PackedSequences:
         held_out: int = 0,
         recalls: Recalls | None = None,
     ) -> None:
-        """
-        Args:
-            file: documents; shuffled once before packing, while rows are shuffled every epoch.
-            name: name of the source, for errors and the log.
-            held_out: number of held-out rows.
-
-        Raises:
-            SurgeryError: there is too little text.
-        """
+        """Lay out documents, shuffled once. Raises SurgeryError: the source `name` has too little text."""
         self._file, self._shape, self._seed, self._recalls = file, shape, seed, recalls
         lengths = np.asarray(file.lengths)
         order = shuffled(len(file), HELD_OUT_SEED, HELD_OUT_DOCUMENTS)

@@ -25,8 +25,7 @@ COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def open_accelerator(settings: HealSettings) -> Accelerator:
     """Create this process's `Accelerator`; dtype "auto" is bf16 on a GPU that supports it, else fp32.
 
-    Raises:
-        SurgeryError: the device or the launcher's configuration does not support the settings.
+    Raises SurgeryError: the device or the launcher's configuration does not support the settings.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         checked_device("cuda")  # raises; with a GPU it would create a context on GPU 0 in every process
@@ -61,11 +60,7 @@ def prepare(
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Build and wrap the `Distillation` module and its AdamW for `Loop`; the student's trainable parameters are set.
 
-    Args:
-        document_masks: whether attention stays inside packed documents.
-
-    Raises:
-        SurgeryError: the model or the launcher's configuration does not support the settings.
+    Raises SurgeryError: the model or the launcher's configuration does not support the settings.
     """
     if settings.gradient_checkpointing:
         if not student.supports_gradient_checkpointing:

@@ -16,12 +16,9 @@ from surgery.common.errors import SurgeryError
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """Return the decoder of a causal LM: the module whose `layers` each have a token mixer (`attention_of`).
+    """Return the decoder of a causal LM, unwrapped: the module whose `layers` each have a token mixer (`attention_of`).
 
-    Unwraps accelerate, DDP, torch.compile and PEFT.
-
-    Raises:
-        SurgeryError: the model has no such decoder.
+    Raises SurgeryError: the model has no such decoder.
     """
     decoder = model
     for name in ("module", "_orig_mod", "module", "_orig_mod"):  # a compiled model in DDP, or the reverse
@@ -40,11 +37,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 class Recording:
-    """Tensors of a decoder's last forward pass, with the autograd graph if gradients were enabled.
-
-    Attributes:
-        count: number of layers L.
-    """
+    """Tensors of a decoder's last forward pass, with the autograd graph if gradients were enabled."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -94,15 +87,9 @@ def recorded(
 ) -> Iterator[Recording]:
     """Record each forward pass of ``model`` in a ``with`` block; a pass replaces the recording of the one before.
 
-    The block may hold one pass or a whole training. Compile the model inside it. Recorded tensors are part of the
-    autograd graph if the pass has gradients, also under non-reentrant gradient checkpointing, and stay usable after the
-    block. They are neither detached nor copied, and are released with the recording or by the next pass.
-
-    Args:
-        hidden, attention, inputs: the lists of `Recording` to fill.
-
-    Raises:
-        SurgeryError: the model has no such layers, or (in the forward pass) gradient checkpointing is reentrant.
+    Compile the model inside the block. Recorded tensors are part of the autograd graph if the pass has gradients, also
+    under non-reentrant gradient checkpointing. They are neither detached nor copied. Raises SurgeryError: the model has
+    no such layers, or (in the forward pass) gradient checkpointing is reentrant.
     """
     decoder = decoder_of(model)
     record = Recording(len(decoder.layers))
@@ -138,10 +125,7 @@ def recorded(
 
     with ExitStack() as stack:
         # always_call: a pass that fails must not leave the recording running.
-        hooks = [
-            decoder.register_forward_pre_hook(start),
-            decoder.register_forward_hook(stop, always_call=True),
-        ]
+        hooks = [decoder.register_forward_pre_hook(start), decoder.register_forward_hook(stop, always_call=True)]
         for index, layer in enumerate(decoder.layers):
             if hidden:
                 hooks.append(layer.register_forward_hook(taker("hidden", index)))

@@ -13,23 +13,13 @@ from surgery.training.trackers import Tracker
 
 
 class RunLog:
-    """JSONL log of one run; only the main process writes.
+    """JSONL log of one run; only the main process writes. Every line has `event`.
 
-    Every line has `event`: "start", "step", "held_out", "evaluation", "checkpoint", "resume", "stop", "tracker"
-    (a failure of the tracker) or "end".
+    "start", "step", "held_out", "evaluation", "checkpoint", "resume", "stop", "tracker" (its failure) or "end".
     """
 
     def __init__(self, path: Path, *, writes: bool, tracker: Tracker | None = None) -> None:
-        """Open the file for appending.
-
-        Args:
-            path: path of the JSONL file; its folder exists.
-            writes: whether this process writes.
-            tracker: tracker that gets the values of steps, too; `close` finishes it. None for no tracker.
-
-        Raises:
-            SurgeryError: the file cannot be written.
-        """
+        """Open the file for appending on a process that `writes`; raises SurgeryError if it cannot be written."""
         self.path, self.tracker = path, tracker or Tracker()
         self._file = None
         if writes:
@@ -63,10 +53,7 @@ class RunLog:
 
 
 def drop_later_lines(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step` from a log, since a resumed run repeats these steps.
-
-    Lines that are not JSON, left by a run that was killed while writing, are removed, too.
-    """
+    """Remove the lines of steps after `step`, which a resumed run repeats, and incomplete lines of a killed run."""
     with disk_errors(path):
         if not path.exists():
             return

@@ -9,11 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of a run.
-
-    Attributes:
-        steps, tokens, seconds: limits; None for no limit.
-    """
+    """Budget of a run: limits of steps, tokens and seconds; None for no limit."""
 
     steps: int | None = None
     tokens: int | None = None
@@ -31,8 +27,7 @@ class Budget:
 def learning_rate(schedule: str, used: float, *, warmup: float = 0.0) -> float:
     """Return the learning rate, relative to its peak, after a share `used` of the budget.
 
-    It rises linearly over the first `warmup` of the budget. Then "constant" stays at 1, while "linear" and "cosine"
-    fall to 0 at the end.
+    It rises linearly over `warmup`. Then "constant" stays at 1, while "linear" and "cosine" fall to 0 at the end.
     """
     if used < warmup:
         return used / warmup
@@ -47,17 +42,11 @@ class Position:
     """Position of a run: the state of the loop in a checkpoint, next to weights, optimizer and random state.
 
     Attributes:
-        step, tokens: completed steps and their tokens.
-        seconds: training time over all resumed runs, without measurements.
+        seconds: training time over all resumed runs, without measurements, which are in `measuring_seconds`.
         step_seconds: part of `seconds` inside steps.
-        measuring_seconds: time of held-out losses and evaluations, not part of `seconds`.
         recent: last losses, with which a spike is compared; `recent_nested`: the same by share of latents.
         spikes: consecutive steps that were skipped as spikes.
-        first_loss, last_loss: weighted loss of the first and the last step.
-        first_held_out, last_held_out: held-out losses by name.
-        best_held_out, best_step: lowest held-out loss and its step. The loss is `Loop.judge`; cross-entropy is the mean
-            over all shares with nested ranks.
-        measured_step: step of the last measurement.
+        best_held_out, best_step: lowest loss by `Loop.judge`, the mean over all shares with nested ranks, and its step.
         evaluations: results of evaluations, each with its step and tokens; see `evaluations.headline`.
     """
 

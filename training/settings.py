@@ -53,10 +53,7 @@ class HealSettings(FileSettings):
     )
     teacher_top_k: int = setting(64, "Number of top logits stored per position.", least=1, advanced=True)
     out: str = setting(
-        "",
-        "Folder of the healed checkpoint.",
-        more="The state for resuming is in OUT.run next to it.",
-        in_file=True,
+        "", "Folder of the healed checkpoint.", more="The state for resuming is in OUT.run next to it.", in_file=True
     )
     data: tuple[str | dict[str, Any], ...] = setting(
         (BUILTIN,),
@@ -278,8 +275,7 @@ class HealSettings(FileSettings):
     def weights(self) -> ObjectiveWeights:
         """Return the objective's weights; the default is forward KL alone, or cross-entropy without a teacher.
 
-        Raises:
-            SurgeryError: a weight is invalid.
+        Raises SurgeryError: a weight is invalid.
         """
         from surgery.training.objectives import ObjectiveWeights
 
@@ -367,8 +363,7 @@ class HealSettings(FileSettings):
     def with_batches(self, processes: int) -> HealSettings:
         """Return these settings with batch size and gradient accumulation filled in.
 
-        Short runs improve with the number of steps (docs/healing.md), so the batch shrinks with the token budget. On a
-        CPU, a time budget means few tokens, and one sequence per step.
+        Short runs improve with the number of steps (docs/healing.md), so the batch shrinks with the token budget.
         """
         if None not in (self.batch_size, self.gradient_accumulation):
             return self

@@ -16,8 +16,7 @@ PARTS = 1000
 def shuffled(count: int, *seed: int) -> np.ndarray:
     """Return a permutation of 0 … count - 1, int64 [count], seeded by the integers `seed`.
 
-    The permutation sorts the hashes of index and seed. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood,
-    "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    It sorts the hashes of index and seed by the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
     state = np.zeros(1, dtype=np.uint64)
     for part in seed:
@@ -28,11 +27,8 @@ def shuffled(count: int, *seed: int) -> np.ndarray:
 def interleaving(weights: Sequence[float]) -> np.ndarray:
     """Return one period of a mixture: the part, int64 [period], of each sequence in the period.
 
-    The parts' shares follow the weights to a thousandth, evenly spaced: each position goes to the part with the largest
-    deficit.
-
-    Raises:
-        SurgeryError: a weight is not positive and finite, or below a thousandth of the sum.
+    Shares follow the weights to a thousandth, evenly spaced: each position goes to the part with the largest deficit.
+    Raises SurgeryError: a weight is not positive and finite, or below a thousandth of the sum.
     """
     total = sum(weights)
     if not weights or not all(0 < weight < float("inf") for weight in weights):

@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.calibration.mixture import DEFAULT, SMALL_VOCABULARY, TEXTS, without_chat
 from surgery.calibration.planted import Wording, in_code
-from surgery.calibration.text import BUILTIN, dataset_records, iter_documents
+from surgery.calibration.text import BUILTIN, dataset_records, iter_documents, jsonl_records, parquet_records
+from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
-from surgery.training.chat import ChatEncoder, holds_conversations, read_records, without_nulls
+from surgery.running.chat_templates import ChatTemplate
 
 FORMATS = ("auto", "text", "chat")
 TOKENIZED_AT_ONCE = 64
@@ -31,13 +32,9 @@ class TextSource(FileSettings):
     """One source of a mixture.
 
     Attributes:
-        source: "builtin" (see `fitting`), "prose" or "code" of the running Python, "docstrings" of installed packages,
-            a txt, jsonl, json or parquet file, or a dataset `name:config:split`, which is streamed
-            (`surgery.calibration.text.iter_documents`).
-        weight: weight of the source in the mixture.
-        format: "chat" for records with `messages`, "text", or "auto": chat for jsonl and parquet files whose first
-            record has `messages`.
-        text_field: field or column with the text.
+        source: "builtin", "prose" or "code" of the running Python, "docstrings" of installed packages, a txt, jsonl,
+            json or parquet file, or a dataset `name:config:split`, which is streamed.
+        format: "chat" for records with `messages`, "text", or "auto": chat for files whose first record has `messages`.
         tokens: tokens after which reading stops; None reads all.
     """
 
@@ -93,8 +90,7 @@ class TextSource(FileSettings):
     def documents(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
         """Yield the tokenized documents in the source's order; texts end with eos, conversations as in the template.
 
-        Raises:
-            SurgeryError: the source cannot be read.
+        Raises SurgeryError: the source cannot be read.
         """
         if self.source in TEXTS:
             return encode_texts(TEXTS[self.source][0](0), tokenizer)
@@ -111,8 +107,7 @@ class TextSource(FileSettings):
 def parse_sources(data: Sequence[str | dict[str, Any]]) -> list[TextSource]:
     """Parse the setting `data`: names of sources, or mappings with the fields of `TextSource`.
 
-    Raises:
-        SurgeryError: an entry is invalid.
+    Raises SurgeryError: an entry is invalid.
     """
     sources = []
     for number, entry in enumerate(data, 1):
@@ -158,3 +153,81 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> str:
     if chat:
         parts.append(json.dumps(tokenizer.chat_template))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+MESSAGES = "messages"
+READABLE = (".jsonl", ".parquet")
+
+
+class ChatEncoder:
+    """Encoder of conversation records to token ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Wrap a tokenizer. Raises SurgeryError if it has no chat template."""
+        try:
+            tokenizer.get_chat_template()
+        except ValueError:
+            raise SurgeryError(
+                f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template, which conversations need; use"
+                " plain text, or the tokenizer of a chat model"
+            ) from None
+        self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
+
+    def __call__(self, record: dict[str, Any], where: str) -> list[int]:
+        """Return the token ids of a conversation, [] without turns; SurgeryError names `where` if there is none."""
+        messages = record.get(MESSAGES)
+        if not isinstance(messages, list) or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
+            raise SurgeryError(f"{where}: {MESSAGES!r} is not a list of turns, each with a role and content")
+        if not messages:
+            return []
+        try:
+            text = self._chat_template.render(messages, tools=record.get("tools"))
+        except SurgeryError as error:
+            raise SurgeryError(f"{where}: {error}") from error
+        return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+
+def holds_conversations(path: Path) -> bool:
+    """Return whether the first record of a jsonl or parquet file has messages; damaged files are False."""
+    with disk_errors(path):
+        if path.suffix.lower() == ".parquet":
+            import pyarrow.parquet as pq
+            from pyarrow import ArrowInvalid
+
+            try:
+                return MESSAGES in pq.read_schema(path).names
+            except ArrowInvalid:
+                return False
+        if path.suffix.lower() != ".jsonl":
+            return False
+        with path.open("rb") as file:
+            line = next((line for line in file if line.strip()), b"{}")
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and MESSAGES in record
+
+
+def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the records of a jsonl or parquet file, each with its name for errors.
+
+    Raises SurgeryError: the file has another format, cannot be read or is damaged.
+    """
+    if path.suffix.lower() not in READABLE:
+        raise SurgeryError(f"{path}: conversations in this file type are not supported; use {', '.join(READABLE)}")
+    with disk_errors(path):
+        if path.suffix.lower() == ".parquet":
+            yield from ((without_nulls(row), where) for row, where in parquet_records(path, MESSAGES, "tools"))
+            return
+        for record, where in jsonl_records(path):
+            if not isinstance(record, dict):
+                raise SurgeryError(f"{where} holds a {type(record).__name__}, not an object with {MESSAGES!r}")
+            yield record, where
+
+
+def without_nulls(record: Any) -> Any:
+    """Remove null entries from a record: columnar storage gives every turn the keys of all turns."""
+    if isinstance(record, dict):
+        return {key: without_nulls(value) for key, value in record.items() if value is not None}
+    return [without_nulls(value) for value in record] if isinstance(record, list) else record

@@ -2,11 +2,8 @@
 
 A folder holds `teacher-logits.json`, which identifies the teacher and the data, and shards of equally many sequences,
 `shard-00000.safetensors` and so on, each with the fields of `top_k.TopK`: values [R, T - 1, k], ids and rest. Shards
-are written atomically, so that an interrupted run resumes with the missing ones, and several processes can write
-different shards.
-
-A position takes 6 k + 4 bytes (k float16 values and int32 ids, one fp32 rest). A sequence of T tokens has T - 1
-positions: the last token predicts none. k = 64 takes 388 bytes per token, or 388 GB for a billion tokens.
+are written atomically, so an interrupted run resumes with the missing ones. A position takes 6 k + 4 bytes (k float16
+values and int32 ids, one fp32 rest): k = 64 takes 388 GB for a billion tokens.
 """
 
 from __future__ import annotations
@@ -45,13 +42,8 @@ _FORMAT = 1
 class CacheIdentity:
     """Identity of a logits cache: the values that determine its content.
 
-    Attributes:
-        model: sha256 of the teacher's weights.
-        data: sha256 of the sequences, and whether attention stays inside documents.
-        sequences: number of sequences, from number 0.
-        length: tokens T of a sequence.
-        vocabulary: vocabulary size V.
-        k: tokens per position.
+    `model` is the sha256 of the teacher's weights, `data` that of the sequences, with the kind of attention; `length`
+    are the tokens T of a sequence, `k` the tokens per position.
     """
 
     model: str
@@ -73,8 +65,7 @@ class TeacherLogits:
     def __init__(self, folder: str | Path, identity: CacheIdentity) -> None:
         """Open the folder; create it with a header if it is missing or empty.
 
-        Raises:
-            SurgeryError: it holds other files, or logits of another model, other data or other sizes.
+        Raises SurgeryError: it holds other files, or logits of another model, other data or other sizes.
         """
         self.folder, self.identity = Path(folder), identity
         with disk_errors(self.folder):
@@ -99,8 +90,7 @@ class TeacherLogits:
     def read(self, number: int) -> TopK:
         """Read one sequence: `TopK` with [T - 1] positions on the CPU. Position t predicts token t + 1.
 
-        Raises:
-            SurgeryError: the number is out of range, or its shard is missing or damaged.
+        Raises SurgeryError: the number is out of range, or its shard is missing or damaged.
         """
         identity = self.identity
         if not 0 <= number < identity.sequences:
@@ -134,14 +124,9 @@ class TeacherLogits:
     ) -> None:
         """Write the missing shards, split over the processes, and wait for all processes.
 
-        Args:
-            states: returns the teacher's `States` for sequence numbers, with hidden [B, T, D].
-            batch: sequences per forward pass.
-            processes: processes that share the work.
-            advance: called with the number of sequences after each batch of this process.
-
-        Raises:
-            SurgeryError: a file cannot be written, or the disk has too little space.
+        `states` returns the teacher's `States` for sequence numbers, with hidden [B, T, D]; `advance` is called with
+        the number of sequences after each batch. Raises SurgeryError: a file cannot be written, or the disk has too
+        little space.
         """
         missing = self.missing()
         needed = sum(map(len, missing)) * self.identity.sequence_bytes
@@ -185,8 +170,7 @@ def _joined(pieces: list[TopK], join: Callable[[list[Tensor]], Tensor]) -> TopK:
 def _checked(path: Path, expected: dict[str, Any]) -> int:
     """Check a cache's header against ``expected`` and return its sequences per shard.
 
-    Raises:
-        SurgeryError: the header has another identity or version, or is damaged.
+    Raises SurgeryError: the header has another identity or version, or is damaged.
     """
     header = read_json(path)
     if header.get("format") != _FORMAT:
@@ -215,14 +199,7 @@ def open_logits(
 ) -> TeacherLogits:
     """Open the logits cache of the settings; a teacher writes the missing shards first.
 
-    Args:
-        vocabulary: the student's vocabulary size.
-        document_masks: whether attention stays inside documents, which changes the logits.
-        teacher: None if the cache must be complete.
-        teacher_sha256: hash of the teacher's weights.
-
-    Raises:
-        SurgeryError: the cache has another identity, or too few sequences.
+    Raises SurgeryError: the cache has another identity, too few sequences, or missing ones without a teacher.
     """
     needed = settings.most_steps(processes.count) * settings.global_batch(processes.count)
     header = Path(settings.teacher_logits) / HEADER

@@ -25,16 +25,13 @@ _is_own = matching(TOKEN_FILES)
 class TokenFile:
     """Tokenized documents of one source; created by `read` or `write`.
 
-    Attributes:
-        lengths: [D] int64, tokens of each document.
-        sha256: hash of the documents' tokens, independent of time and path.
+    `lengths` [D] int64 are the tokens of each document, `sha256` is the hash of all tokens.
     """
 
     def __init__(self, folder: Path) -> None:
         """Map the files of a complete folder into memory.
 
-        Raises:
-            SurgeryError: a file is missing, damaged, or of the wrong size.
+        Raises SurgeryError: a file is missing, damaged, or of the wrong size.
         """
         about = read_json(folder / ABOUT)
         try:
@@ -58,8 +55,7 @@ class TokenFile:
     def read(cls, folder: Path, identity: Mapping[str, Any]) -> TokenFile | None:
         """Open the documents in a folder; None if it holds none, or those of another identity.
 
-        Raises:
-            SurgeryError: the folder is damaged.
+        Raises SurgeryError: the folder is damaged.
         """
         with disk_errors(folder):
             if not (folder / ABOUT).is_file():
@@ -75,15 +71,10 @@ class TokenFile:
         limit: int | None = None,
         advance: Callable[[int], Any] = int,
     ) -> TokenFile:
-        """Write documents to the folder atomically: to a folder next to it, which is then renamed.
+        """Write documents to the folder atomically, up to `limit` tokens; the last document is not truncated.
 
-        Args:
-            identity: JSON values that determine the documents.
-            limit: tokens after which no more documents are read; the last document is not truncated.
-            advance: called with the number of tokens of every document.
-
-        Raises:
-            SurgeryError: there are no documents, a document cannot be read, or the folder cannot be written.
+        `identity` are JSON values that determine the documents; `advance` is called with the tokens of every document.
+        Raises SurgeryError: there are no documents, one cannot be read, or the folder cannot be written.
         """
         partial = folder.with_name(folder.name + ".partial")
         with disk_errors(folder):

@@ -21,14 +21,11 @@ LEAST = -87.0
 class TopK:
     """Teacher distributions at temperature 1, each as its top k tokens and one bucket for the rest.
 
-    Log-probabilities are stored, which half precision represents best where the probability is high. The rest is stored
-    in fp32, since 1 minus the sum of rounded probabilities would be noise.
-
     Attributes:
-        values: [..., k] log-probabilities of the k most likely tokens, float16 (or wider), at least `LEAST`.
+        values: [..., k] log-probabilities of the k most likely tokens, float16 (or wider), at least `LEAST`; half
+            precision represents them best where the probability is high.
         ids: [..., k] int32 ids of these tokens.
-        rest: [...] log-probability of any other token, float32 (or wider), at least `LEAST`.
-        vocabulary: vocabulary size V. With k = V there are no other tokens, and `rest` is not read.
+        rest: [...] log-probability of any other token, float32 (or wider), at least `LEAST`; not read if k = V.
     """
 
     values: Tensor
@@ -60,15 +57,9 @@ class TopK:
 
 @torch.no_grad()
 def top_k(teacher: States, k: int, dtype: torch.dtype = torch.float16, max_bytes: int = LOGIT_BYTES) -> TopK:
-    """Compute a teacher's top-k distributions at N positions, in chunks of logits.
+    """Compute a teacher's top-k distributions at N positions, in chunks of at most ``max_bytes`` of fp32 logits.
 
-    Args:
-        k: number of tokens per position.
-        dtype: dtype of their log-probabilities.
-        max_bytes: limit of one chunk's fp32 logits.
-
-    Raises:
-        SurgeryError: k is not in 1 … V.
+    Raises SurgeryError: k is not in 1 … V.
     """
     vocabulary = teacher.vocabulary()
     if not 1 <= k <= vocabulary:
@@ -86,12 +77,8 @@ def top_k(teacher: States, k: int, dtype: torch.dtype = torch.float16, max_bytes
 def buckets(logits: Tensor, teacher: TopK) -> tuple[Tensor, Tensor]:
     """Reduce student and teacher to distributions over the same k + 1 outcomes: the teacher's k tokens and "any other".
 
-    Args:
-        logits: student logits [N, V], fp32 or fp64, with gradients.
-        teacher: teacher at the same N positions; renormalized, since rounding changes the sum of its probabilities.
-
-    Returns:
-        Log-probabilities [N, k + 1] of student and teacher in the dtype of ``logits``; [N, k] if k = V.
+    `logits` are the student's [N, V], fp32 or fp64, with gradients. The teacher's are renormalized, since rounding
+    changes their sum. Returns log-probabilities [N, k + 1] of both in the dtype of ``logits``; [N, k] if k = V.
     """
     ids = teacher.ids.long()
     values, rest = teacher.values.to(logits.dtype), teacher.rest.to(logits.dtype)

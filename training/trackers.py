@@ -39,8 +39,7 @@ def check_tracker(settings: HealSettings) -> None:
 class Tracker:
     """Tracker of a run, or a no-op without one. Every process must make every call; the main process acts.
 
-    Attributes:
-        failed: message of a failure after the start, after which the run continues without the tracker; or None.
+    After a failure, whose message is `failed`, the run continues without the tracker.
     """
 
     def __init__(self, accelerator: Any = None, note: Callable[[str], None] = lambda text: None) -> None:
@@ -89,13 +88,9 @@ def tracker_folder(settings: HealSettings) -> Path:
 def start_tracker(
     accelerator: Any, settings: HealSettings, folder: Path, note: Callable[[str], None] = lambda text: None
 ) -> Tracker:
-    """Start the tracker of the settings; the main process calls it before models load.
+    """Start the tracker of the settings with an existing folder for its files, before models load.
 
-    Args:
-        folder: existing folder for the tracker's files.
-
-    Raises:
-        SurgeryError: the tracker does not start.
+    Raises SurgeryError: the tracker does not start.
     """
     if settings.tracker == NO_TRACKER:
         return Tracker()

@@ -17,8 +17,7 @@ ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention"})
 def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Module | None) -> None:
     """Set `requires_grad` of the student's parameters by the settings; `train="lora"` adds adapters.
 
-    Raises:
-        SurgeryError: nothing would train, or a pattern matches no module.
+    Raises SurgeryError: nothing would train, or a pattern matches no module.
     """
     if settings.train == "lora":
         add_adapters(student, settings.lora_rank, settings.lora_alpha, settings.lora_modules)
@@ -30,13 +29,8 @@ def choose_parameters(student: nn.Module, settings: HealSettings, teacher: nn.Mo
 def choose(model: nn.Module, train: str, *, teacher_shapes: Mapping[str, Sequence[int]] | None = None) -> list[str]:
     """Set `requires_grad` for the chosen parameters only; return their names in the model's order.
 
-    Args:
-        train: "all"; "attention", all parameters of attention modules; or "new", parameters that the teacher does not
-            have with the same name and shape.
-        teacher_shapes: shapes of the teacher's parameters by name, for "new".
-
-    Raises:
-        SurgeryError: nothing would train.
+    `train` is "all"; "attention", all parameters of attention modules; or "new", parameters that the teacher does not
+    have with the same name and shape. Raises SurgeryError: nothing would train.
     """
     parameters = dict(model.named_parameters())
     names = [
@@ -57,18 +51,10 @@ def choose(model: nn.Module, train: str, *, teacher_shapes: Mapping[str, Sequenc
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[str] = ()) -> nn.Module:
-    """Add LoRA adapters (Hu et al., arXiv:2106.09685) to linear modules with PEFT; only the adapters train.
+    """Add LoRA adapters (Hu et al., arXiv:2106.09685) to linear modules in place with PEFT; only the adapters train.
 
-    The model is changed in place and can be called as before.
-
-    Args:
-        modules: names of linear modules, with * and ?; empty for all linear modules of attention.
-
-    Returns:
-        The PEFT model around it, which saves and merges adapters.
-
-    Raises:
-        SurgeryError: peft is not installed, or no linear module matches.
+    `modules` are names with * and ?; empty for all linear modules of attention. Returns the PEFT model around it, which
+    saves and merges adapters. Raises SurgeryError: peft is not installed, or no linear module matches.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -86,7 +72,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, modules: Sequence[st
     if not targets:
         raise SurgeryError("no parameters to train: attention has no linear modules; add names to lora_modules")
     # A list of names would also match names that end in them; a regular expression matches whole names.
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_name_pattern(targets)))
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="|".join(map(re.escape, targets))))
 
 
 def in_attention(name: str) -> bool:
@@ -110,10 +96,6 @@ def _chosen(name: str, parameter: Tensor, train: str, teacher: Mapping[str, Sequ
     if train == "attention":
         return in_attention(name)
     return list((teacher or {}).get(name, ())) != list(parameter.shape)
-
-
-def _name_pattern(names: Sequence[str]) -> str:
-    return "|".join(re.escape(name) for name in names)
 
 
 def examples(names: Iterable[str]) -> str:

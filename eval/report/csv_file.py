@@ -16,8 +16,7 @@ IDENTITY = ("name", "role", "path", "sha256", "class", "dtype")
 def write(report: Report, path: Path) -> None:
     """Write every row of `report`: identity, headline values with their intervals, and all `scalars`.
 
-    Raises:
-        SurgeryError: the file cannot be written.
+    Raises SurgeryError: the file cannot be written.
     """
     lines = [_line(row, report) for row in by_bytes(report)["rows"]]
     keys = list(dict.fromkeys(key for line in lines for key in line))

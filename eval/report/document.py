@@ -114,8 +114,7 @@ def dig(value: Any, *path: str) -> Any:
 def read_report(path: str | Path) -> Report:
     """Read a report from its JSON file or from a folder with a report.json.
 
-    Raises:
-        SurgeryError: the file cannot be read, or is not a report of this schema.
+    Raises SurgeryError: the file cannot be read, or is not a report of this schema.
     """
     path = Path(path)
     path = path / "report.json" if path.is_dir() else path
@@ -136,8 +135,7 @@ def read_report(path: str | Path) -> Report:
 def undamaged(names: Sequence[str]) -> Iterator[None]:
     """Convert errors of the block, which merges and renders reports, to one message that a report is damaged.
 
-    Raises:
-        SurgeryError: a part of a report is missing or has the wrong type.
+    Raises SurgeryError: a part of a report is missing or has the wrong type.
     """
     try:
         yield
@@ -147,16 +145,11 @@ def undamaged(names: Sequence[str]) -> Iterator[None]:
 
 
 def merge(reports: Sequence[Report], names: Sequence[str]) -> Report:
-    """Merge reports that were made on the same data with the same settings.
+    """Merge reports, named so in errors, that were made on the same data with the same settings.
 
-    The baseline is that of the first report that has one; the baselines of all reports must be the same model. Rows
-    with the same name must be the same model; results that only a later report has are added.
-
-    Args:
-        names: names of the reports in errors.
-
-    Raises:
-        SurgeryError: data, settings or baselines differ, or two models have the same name.
+    The baselines of all reports must be the same model. Rows with the same name must be the same model; results that
+    only a later report has are added. Raises SurgeryError: data, settings or baselines differ, or two models have the
+    same name.
     """
     if not reports:
         raise SurgeryError("no report to compare: give the report.json of two or more evaluations")

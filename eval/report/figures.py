@@ -35,8 +35,7 @@ PLOTS = {
 def save_pngs(report: Report, folder: Path, keys: Iterable[str] = tuple(PLOTS)) -> dict[str, Path]:
     """Write the non-empty plots among `keys` as ``KEY.png``; return the paths by key of `PLOTS`.
 
-    Raises:
-        SurgeryError: a file cannot be written.
+    Raises SurgeryError: a file cannot be written.
     """
     drawn = {key: PLOTS[key].draw(report) for key in keys}
     return {key: save_png(figure, folder / f"{key}.png") for key, figure in drawn.items() if figure is not None}
@@ -46,9 +45,7 @@ def save_needle_png(report: Report, folder: Path) -> dict[str, Path]:
     """Write the needle heat map of each row that has one as ``needle-NAME.png``; return the paths by row name.
 
     Characters that are invalid in file names become dashes; if two names then collide, the row's index is appended.
-
-    Raises:
-        SurgeryError: a file cannot be written.
+    Raises SurgeryError: a file cannot be written.
     """
     paths: dict[str, Path] = {}
     for number, row in enumerate(report["rows"]):

@@ -23,12 +23,9 @@ HOLLOW = "variant"
 
 @dataclass(frozen=True)
 class Point:
-    """Row of a report as a point of the plot.
+    """Row of a report as a point of the plot, KV bytes and quality, as shares and changes or absolute.
 
-    Attributes:
-        x: KV bytes, as a share of the baseline's or absolute.
-        y: quality, as a change from the baseline or absolute.
-        low, high: 95% interval of y; equal to y without an interval.
+    ``low`` and ``high`` are the 95% interval of y; equal to y without one.
     """
 
     row: ReportRow

@@ -143,8 +143,7 @@ def to_svg(figure: Figure) -> str:
 def save_png(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG with this package's marking and without date or version metadata.
 
-    Raises:
-        SurgeryError: the file cannot be written.
+    Raises SurgeryError: the file cannot be written.
     """
     try:
         with matplotlib.rc_context(_supported_style()):

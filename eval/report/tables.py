@@ -82,11 +82,9 @@ def by_bytes(report: Report) -> Report:
 
 
 def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow], Any] = itemgetter("name")) -> Table:
-    """Build the headline table, the first table of every rendering of a report.
+    """Build the headline table, the first table of every rendering of a report; ``name`` makes a row's first cell.
 
-    Args:
-        narrow: for terminals: only columns `on_terminal`, and intervals only in columns of differences.
-        name: function from a row to its first cell.
+    For terminals, narrow: only columns `on_terminal`, and intervals only in columns of differences.
     """
     every = [column for column in columns(report) if column.key != "name" and (column.on_terminal or not narrow)]
     constant = {column.key: text for column in every if (text := _constant(column, report)) is not None}

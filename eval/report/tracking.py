@@ -20,32 +20,15 @@ NAME_LENGTH = 128
 """Maximum length of run and group names in wandb."""
 
 
-def log_to_wandb(
-    report: Report,
-    *,
-    project: str,
-    mode: Literal["online", "offline"],
-    folder: Path,
-) -> list[str]:
-    """Log each row as one wandb run of job type ``eval``, one after the other.
+def log_to_wandb(report: Report, *, project: str, mode: Literal["online", "offline"], folder: Path) -> list[str]:
+    """Log each row as one wandb run of job type ``eval``; return its URL, or its folder if offline.
 
     The run config holds the settings, tasks, environment and the row's conversion; the summary holds the headline
     values, their changes from the baseline and all `tables.scalars`. Converted rows are in the group of their
-    conversion (`surgery.common.lineage`), together with its healing runs and other evaluations. The source and its
-    cheap baselines join that group if the report has only one conversion; otherwise their group is the report's title.
-    The config of a row healed in a wandb run has ``healing_run``: ``entity/project/run_id``. The first run contains
-    the report's HTML page.
-
-    Args:
-        mode: "offline" writes to `folder` only, and ``wandb sync`` uploads it later. The variable WANDB_MODE can
-            override "online".
-        folder: folder for wandb's files; created if missing.
-
-    Returns:
-        URL of the run of each row, or its folder if offline.
-
-    Raises:
-        SurgeryError: wandb is missing or reports an error, or the folder cannot be created.
+    conversion (`surgery.common.lineage`), which the source and its cheap baselines join if there is only one; otherwise
+    their group is the report's title. The config of a row healed in a wandb run has ``healing_run``:
+    ``entity/project/run_id``. The first run contains the report's HTML page. "offline" writes to `folder` only. Raises
+    SurgeryError: wandb is missing or reports an error, or the folder cannot be created.
     """
     check_wandb(mode, "wandb")
     import wandb

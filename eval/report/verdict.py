@@ -25,7 +25,8 @@ def verdict(report: Report) -> list[str]:
     if not compared:
         return []
     best, *smaller = frontier(compared, report)
-    sentences = [f"{_lead(compared)}{_sentence(best, report)}"]
+    lead = f"Loses least of {len(compared)} checkpoints: " if len(compared) > 1 else ""
+    sentences = [f"{lead}{_sentence(best, report)}"]
     if smaller:
         sentences.append(
             f"Smaller, and beaten by no checkpoint: {'; '.join(_short_clause(row, report) for row in smaller)}."
@@ -129,7 +130,3 @@ def _rivals(row: ReportRow, report: Report) -> str:
 
 def _delta(row: ReportRow) -> float:
     return row["comparison"]["loss"]["difference"]
-
-
-def _lead(rows: Sequence[ReportRow]) -> str:
-    return f"Loses least of {len(rows)} checkpoints: " if len(rows) > 1 else ""

@@ -24,20 +24,16 @@ from surgery.eval.recall import FACT, QUESTION
 
 @dataclass(frozen=True)
 class Domain:
-    """Prompt templates of one domain; names in backticks are format fields.
+    """Prompt templates of one domain, "text" or "code"; names in backticks are format fields.
 
     Attributes:
-        name: "text" or "code".
-        split: function from a text to a haystack.
-        noise: repeated noise line.
+        split: function from a text to a haystack; ``noise``: repeated noise line.
         join: separator of noise lines and needles; empty if they end in a newline.
-        needle: fact with `kind` ("numbers" or "uuids"), `key` and `value`.
-        digits: digits of the numbers in needles.
+        needle: fact with `kind` ("numbers" or "uuids"), `key` and `value`; numbers have this many digits.
         find_one, find_all: prompts for one or several values, with `kind` ("number"; "numbers"), `context`, `query`.
         root, hop: assignment of a `value` to a `name`, and of a variable `source` to a `name`.
         assignments_end, assignments_join: end of a noise line and separator of lines in variable tracking.
-        track: prompt for variable tracking, with `context`, `value`, `count`.
-        common, frequent: prompts for the common and the frequent words, with `context`.
+        track, common, frequent: prompts for variables, with `context`, `value`, `count`, and for words, with `context`.
     """
 
     name: str
@@ -123,11 +119,7 @@ DOMAINS = {domain.name: domain for domain in (TEXT, CODE)}
 
 
 def haystack_text(text: str | None) -> str:
-    """Return `text`, or the Python language reference for None.
-
-    Raises:
-        SurgeryError: the text is empty.
-    """
+    """Return `text`, or the Python language reference for None. Raises SurgeryError: the text is empty."""
     if text is not None and not text.strip():
         raise SurgeryError("the haystack text is empty: give a text file with some words in it")
     return python_reference() if text is None else text

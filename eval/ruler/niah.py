@@ -20,13 +20,8 @@ DEPTHS = tuple(np.round(np.linspace(0, 100, 40)).astype(int).tolist())
 class Needles:
     """One needle-in-a-haystack task; calling it drafts a prompt with a haystack of a given size.
 
-    Attributes:
-        haystack: "noise" (one repeated line), "prose" (the text of the setting), or "needles" (distractor facts).
-        keys: number of distinct keys in the planted needles.
-        values: number of values per key.
-        asked: number of keys in the question, which asks for all their values.
-        key_kind: "words" or "uuids".
-        value_kind: "numbers" or "uuids".
+    The haystack is "noise" (one line), "prose" or "needles" (distractors). Of the distinct keys ("words" or "uuids"),
+    each with ``values`` ("numbers" or "uuids"), the question asks for all values of ``asked``.
     """
 
     haystack: str

@@ -15,13 +15,9 @@ from surgery.eval.ruler.domain import Domain
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a sample, except for the size of its haystack.
+    """Settings of a sample, except for the size of its haystack, a text of the domain.
 
-    Attributes:
-        domain: prompt templates.
-        haystack: text of the domain.
-        length: maximum tokens of prompt and answer together.
-        seed: seed of the sample, which contains the task, the length and the sample's index.
+    Prompt and answer have at most ``length`` tokens; the seed contains the task, the length and the sample's index.
     """
 
     domain: Domain
@@ -40,12 +36,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Draft:
-    """Prompt whose length has not been checked yet.
-
-    Attributes:
-        prompt: full text up to the start of the answer.
-        references: strings expected in the answer.
-    """
+    """Prompt up to the start of the answer, with strings expected in it; its length has not been checked yet."""
 
     prompt: str
     references: tuple[str, ...]
@@ -53,14 +44,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Sample:
-    """Prompt that fits the length.
-
-    Attributes:
-        prompt: text of the prompt.
-        ids: token ids of the prompt, starting with bos if the tokenizer has one.
-        references: strings expected in the answer.
-        new_tokens: maximum tokens of the answer.
-    """
+    """Prompt that fits the length, its token ids, strings expected in the answer, and the answer's maximum tokens."""
 
     prompt: str
     ids: tuple[int, ...]

@@ -13,6 +13,9 @@ Differences:
 
 from __future__ import annotations
 
+import itertools
+import math
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -22,12 +25,11 @@ from transformers import PreTrainedTokenizerBase
 from surgery.common.errors import SurgeryError
 from surgery.common.removed import removal
 from surgery.eval.haystack import Haystack, largest_fit
-from surgery.eval.ruler.aggregation import LEAST_CODED, LEAST_WORDS, draft_common_words, draft_frequent_words
 from surgery.eval.ruler.domain import Domain
-from surgery.eval.ruler.niah import Needles
+from surgery.eval.ruler.niah import Needles, random_number
 from surgery.eval.ruler.sample import Draft, Sample, Setting
-from surgery.eval.ruler.tracing import LEAST_NOISE, draft_tracing
 from surgery.eval.sequences import tokenize
+from surgery.eval.word_lists import ADJECTIVES, NOUNS, VERBS, adjective_noun, draw_distinct
 
 VERSION = 1
 """Version of prompts and scores; part of the settings of every result. Increase it when either changes."""
@@ -35,14 +37,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class RulerSpec:
-    """Specification of one task.
+    """Specification of one task: function that drafts a sample, and its smallest haystack size.
 
-    Attributes:
-        draft: function that drafts a sample with a haystack of a given size.
-        least: smallest haystack size.
-        new_tokens: maximum tokens of an answer, by domain; RULER's values for text. In code, the answer to a needle
-            starts directly with five digits (at worst one token each), but variable names take more tokens than with
-            RULER's tokenizers.
+    ``new_tokens`` of an answer, by domain, are RULER's for text. In code, the answer to a needle starts directly with
+    five digits, but variable names take more tokens than with RULER's tokenizers.
     """
 
     draft: Callable[[Setting, int], Draft]
@@ -53,6 +51,92 @@ class RulerSpec:
 def _needles(code_tokens: int, haystack: str, **options: int | str) -> RulerSpec:
     draft = Needles(haystack, **options)
     return RulerSpec(draft, draft.least, {"text": 128, "code": code_tokens})
+
+
+HOPS = 4
+LEAST_NOISE = HOPS + 1
+
+
+def draft_tracing(setting: Setting, size: int) -> Draft:
+    """Draft a worked example and a chain of five variables in `size` noise lines.
+
+    Variable names have three letters in the example and five in the chain. RULER fits the example to 500 tokens in
+    steps of five lines, which gives ten lines with common tokenizers. Here the example has ten lines, or five for
+    lengths below 4096 tokens, RULER's shortest.
+    """
+    example = _chain(setting, "example", letters=3, noise=10 if setting.length >= 4096 else LEAST_NOISE)
+    chain = _chain(setting, "chain", letters=5, noise=size)
+    # Four newlines, as in RULER: two end the example and two precede the prompt.
+    return Draft(f"{example.prompt} {' '.join(example.references)}\n\n\n\n{chain.prompt}", chain.references)
+
+
+def _chain(setting: Setting, part: str, letters: int, noise: int) -> Draft:
+    domain, rng = setting.domain, setting.rng(part)
+    names = draw_distinct(rng, lambda rng: "".join(rng.choices(string.ascii_uppercase, k=letters)), HOPS + 1)
+    value = random_number(rng, 5)
+    chain = [domain.root.format(name=names[0], value=value)]
+    chain += [domain.hop.format(name=name, source=source) for source, name in itertools.pairwise(names)]
+    lines = [domain.noise + domain.assignments_end] * noise
+    cuts = sorted(setting.rng(f"{part} places").sample(range(noise), len(chain)))
+    for cut, assignment in zip(reversed(cuts), reversed(chain), strict=True):
+        lines.insert(cut, assignment)
+    context = domain.assignments_join.join(lines)
+    return Draft(domain.track.format(context=context, value=value, count=len(names)), tuple(names))
+
+
+COMMON = 10
+LEAST_WORDS = 2 * COMMON
+LEAST_CODED = 60
+"""Smallest number of coded words for which the fourth rank is more frequent than the fifth."""
+
+WORDS_UP_TO = 8192
+"""Largest length in tokens with lists of single words; longer lists need more words than there are."""
+
+
+def draft_common_words(setting: Setting, size: int) -> Draft:
+    """Draft a worked example and a numbered list of `size` distinct words, ten of which are more frequent.
+
+    Ten words occur 30 times and the others 3 times, or 6 times and once for lengths below 4096, as in RULER. Words are
+    single words up to `WORDS_UP_TO` tokens, else pairs of an adjective and a noun.
+    """
+    short = setting.length < 4096
+    example, answer = _numbered_list(setting, "example", *((20, 3, 1) if short else (40, 10, 3)))
+    solved = setting.domain.common.format(context=example) + _numbered(answer)  # no space in between, as in RULER
+    context, common = _numbered_list(setting, "list", size, *((6, 1) if short else (30, 3)))
+    return Draft(f"{solved}\n{setting.domain.common.format(context=context)}", tuple(common))
+
+
+def draft_frequent_words(setting: Setting, size: int) -> Draft:
+    """Draft a text of about `size` coded words of six letters; the word of rank k occurs ⌊size / (k² ζ(2))⌋ times.
+
+    Rank 1 is replaced by dots, and the question asks for ranks 2 to 4.
+    """
+    rng = setting.rng("words")
+    ranks = max(10, setting.length // 50)
+    coded = draw_distinct(rng, lambda rng: "".join(rng.choices(string.ascii_lowercase, k=6)), ranks - 1)
+    words = ["...", *coded]
+    zeta_of_2 = math.pi**2 / 6
+    text = [word for rank, word in enumerate(words, 1) for _ in range(int(size / rank**2 / zeta_of_2))]
+    setting.rng("order").shuffle(text)
+    return Draft(setting.domain.frequent.format(context=" ".join(text)), tuple(words[1:4]))
+
+
+def _numbered_list(setting: Setting, part: str, size: int, often: int, seldom: int) -> tuple[str, list[str]]:
+    """Build a numbered list of `size` distinct words; return it with the ten words that occur `often` times."""
+    rng = setting.rng(part)
+    if setting.length <= WORDS_UP_TO:
+        words = sorted(ADJECTIVES + NOUNS + VERBS)
+        rng.shuffle(words)
+        words = words[:size]
+    else:
+        words = draw_distinct(rng, adjective_noun, size)
+    entries = words[:COMMON] * often + words[COMMON:] * seldom
+    setting.rng(f"{part} order").shuffle(entries)
+    return _numbered(entries), words[:COMMON]
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
 TASKS = {
@@ -81,11 +165,8 @@ def build(
 ) -> list[Sample]:
     """Build `count` samples of a task whose prompts and answers take at most `length` tokens.
 
-    Each sample has the largest haystack that fits, or one that leaves at most a thousandth of the length unused.
-    Sample i does not depend on `count`.
-
-    Raises:
-        SurgeryError: the task is unknown, or its smallest sample does not fit.
+    Each sample has the largest haystack that fits, or one that leaves at most a thousandth of the length unused. Sample
+    i does not depend on `count`. Raises SurgeryError: the task is unknown, or its smallest sample does not fit.
     """
     check_tasks([task])
     samples: list[Sample] = []

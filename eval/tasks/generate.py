@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """Greedy completions without a score, for manual comparison.
-
-    Attributes:
-        prompts: texts to complete. The tokenizer's bos token is prepended if it has one.
-        new_tokens: maximum number of new tokens per prompt.
-    """
+    """Greedy completions of texts, each after the tokenizer's bos, without a score, for manual comparison."""
 
     prompts: tuple[str, ...]
     new_tokens: int
@@ -35,8 +30,7 @@ class GenerateTask:
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         """Return `completions`: prompt and completion of each of the first `session.limit` prompts.
 
-        Raises:
-            SurgeryError: a prompt has no tokens.
+        Raises SurgeryError: a prompt has no tokens.
         """
         tokenizer = session.tokenizer
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

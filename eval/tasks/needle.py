@@ -42,12 +42,7 @@ NEAR = 0.05
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """Prompt with one needle.
-
-    Attributes:
-        ids: token ids, starting with bos if the tokenizer has one.
-        value: number expected in the answer.
-    """
+    """Prompt with one needle: token ids, starting with bos if the tokenizer has one, and the number expected."""
 
     ids: tuple[int, ...]
     value: str
@@ -72,8 +67,7 @@ class NeedleHaystack:
     def prompt(self, length: int, depth: float, rng: random.Random) -> NeedlePrompt:
         """Build a prompt of `length - ANSWER_TOKENS` tokens with a needle at `depth` percent of the haystack.
 
-        Raises:
-            SurgeryError: there is no room for a needle and its question.
+        Raises SurgeryError: there is no room for a needle and its question.
         """
         key, value = self._fact(rng)
         before, after = self._domain.find_one.split("{context}")
@@ -137,17 +131,10 @@ def default_lengths(limit: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """Needle retrieval over a grid of lengths and depths.
+    """Needle retrieval over a grid of lengths, of prompt and answer, and depths, in percent of the haystack.
 
-    Attributes:
-        lengths: tokens of prompt and answer together.
-        depths: positions of the needle, in percent of the haystack.
-        trials: prompts per grid cell.
-        domain: "text" or "code".
-        haystack: text around the needles; None for the Python language reference (`domain` "text" only).
-
-    Raises:
-        SurgeryError: the haystack is empty.
+    Each grid cell has ``trials`` prompts. Without a haystack: the Python language reference, for the domain "text"
+    only. Raises SurgeryError: the haystack is empty.
     """
 
     lengths: tuple[int, ...]
@@ -175,13 +162,10 @@ class NeedleTask:
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
         """Measure the share of needles found in each grid cell.
 
-        Returns:
-            "grid": shares [lengths][depths]; "hits": 0 or 1 per prompt, ordered by length, depth and trial;
-            "accuracy": mean of all hits; "limit": `max_position_embeddings` of the config, or None; "beyond_limit":
-            lengths above the limit; and "lengths", "depths", "trials" and "prompts_sha256" of the run.
-
-        Raises:
-            SurgeryError: a length has no room for a needle and its question.
+        Returns "grid": shares [lengths][depths]; "hits": 0 or 1 per prompt, ordered by length, depth and trial;
+        "accuracy": mean of all hits; "limit" of the config's positions, "beyond_limit": lengths above it; and
+        "lengths", "depths", "trials" and "prompts_sha256". Raises SurgeryError: a length has no room for a needle and
+        its question.
         """
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         lengths = list(self.lengths)

@@ -20,17 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RulerTask:
-    """Eleven tasks of retrieval, tracing and aggregation; see `surgery.eval.ruler.suite`.
+    """Eleven tasks of retrieval, tracing and aggregation, in order; see `surgery.eval.ruler.suite`.
 
-    Attributes:
-        lengths: maximum tokens of prompt and answer together.
-        samples: samples per task and length. The paper uses 500.
-        domain: "text" or "code".
-        haystack: prose or source text; None for the Python language reference (`domain` "text" only).
-        tasks: names of the tasks, in the order in which they run.
-
-    Raises:
-        SurgeryError: a task is unknown, or the haystack is empty.
+    Lengths are of prompt and answer together; the paper uses 500 samples per task and length. Without a haystack: the
+    Python language reference, for "text" only. Raises SurgeryError: a task is unknown, or the haystack is empty.
     """
 
     lengths: tuple[int, ...] = (4096,)
@@ -58,16 +51,11 @@ class RulerTask:
         }
 
     def run(self, model: PreTrainedModel, session: Session, kept: None = None) -> dict[str, Any]:
-        """Measure the mean share of references found, by length and task.
+        """Measure the mean share of references found, by length and task, after all prompts are built.
 
-        All prompts are built before generation starts.
-
-        Returns:
-            "lengths": for each length, "tasks" with "score" (0 to 1), per-sample "scores", "samples" and
-            "prompts_sha256", and the "average" over tasks. "average": mean over the lengths.
-
-        Raises:
-            SurgeryError: a task does not fit in a length.
+        Returns "lengths": for each, "tasks" with "score" (0 to 1), per-sample "scores", "samples" and "prompts_sha256",
+        and the "average" over tasks. "average": mean over the lengths. Raises SurgeryError: a task does not fit in a
+        length.
         """
         prompts = {length: self._samples(session, length) for length in self.lengths}
         lengths = {}
@@ -96,12 +84,7 @@ def _measure(model: PreTrainedModel, session: Session, task: str, length: int, s
     ids = [sample.ids for sample in samples]
     outputs = complete(model, session, ids, samples[0].new_tokens, f"{task}, {length} tokens")
     scores = [sample.score(session.tokenizer.decode(output)) for sample, output in zip(samples, outputs, strict=True)]
-    return {
-        "score": _mean(scores),
-        "scores": scores,
-        "samples": len(scores),
-        "prompts_sha256": prompts_sha256(ids),
-    }
+    return {"score": _mean(scores), "scores": scores, "samples": len(scores), "prompts_sha256": prompts_sha256(ids)}
 
 
 def _mean(values: list[float]) -> float:

@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpeedTask:
-    """Throughput of the checkpoint in its own dtype, with its default cache and kernels.
+    """Throughput of the checkpoint in its own dtype, with its default cache and kernels, at contexts times batches.
 
-    Attributes:
-        contexts: prompt lengths in tokens.
-        batches: batch sizes; every context is measured with every batch size.
-        new_tokens: tokens decoded after each prompt.
-        repeats: timed runs per point, after one warmup run.
+    After each prompt ``new_tokens`` are decoded; a point has ``repeats`` timed runs after one warmup run.
     """
 
     contexts: tuple[int, ...]
@@ -117,15 +113,9 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Time the prefill of random prompts [batch, context] in one pass and the greedy decoding of `new_tokens`.
 
-    The first run is a warmup and not timed. Each decode step feeds the most likely token of the previous step; the
-    first one feeds the token that the prefill predicts.
-
-    Returns:
-        {"context", "batch", "prefill_tokens_per_second", "decode_tokens_per_second" (summed over sequences, at the
-        median time), "prefill_seconds", "decode_seconds" (one value per repeat)}.
-
-    Raises:
-        SurgeryError: the model returns no cache.
+    The first run is a warmup. Each decode step feeds the most likely token of the previous step. Returns "context",
+    "batch", "prefill_tokens_per_second" and "decode_tokens_per_second" (summed over sequences, at the median time),
+    "prefill_seconds" and "decode_seconds" (one value per repeat). Raises SurgeryError: the model returns no cache.
     """
     prompts = random_tokens(model, batch, context, seed)
     with evaluation_mode(model):

@@ -24,12 +24,12 @@ def install(
 ) -> PreTrainedModel:
     """Hook the decoder so that `prepare(decoder, call)` can change the arguments of every call; return `model`.
 
-    A ValueError in `prepare` is raised as SurgeryError. Sets `model.kv_bytes(tokens)`, the predicted bytes of a cache
-    of `layers`, which has one cache layer per model layer, sliding-window layers included (`with_sliding_windows`).
+    Sets `model.kv_bytes(tokens)`, the predicted bytes of a cache of `layers`, one per model layer, sliding-window
+    layers included (`with_sliding_windows`). A ValueError in `prepare` is raised as SurgeryError.
 
     Raises:
-        NoVariant: the model is not a decoder with an LM head, has a quantized cache, layers without full attention
-            and without a window in `layers`, or heads that the cache does not support.
+        NoVariant: the model is not a decoder with an LM head, has a quantized cache, layers without full attention and
+            without a window in `layers`, or heads that the cache does not support.
         SurgeryError: the model is a variant already.
     """
     check_model(model, name, [index for index, layer in enumerate(layers) if not isinstance(layer, CompactLayer)])
@@ -50,8 +50,7 @@ def install(
 def windows_of(config: PreTrainedConfig) -> dict[int, int]:
     """Return the window sizes in tokens of sliding-window layers, by layer index, as in transformers' cache.
 
-    Raises:
-        NoVariant: all layers have a sliding window.
+    Raises NoVariant: all layers have a sliding window.
     """
     layers = DynamicCache(config=config).layers
     windows = {index: layer.sliding_window for index, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}

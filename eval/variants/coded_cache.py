@@ -167,18 +167,13 @@ class CodedLayer(CompactLayer):
 
 
 def coded_cache(model: PreTrainedModel, name: str, layers: Sequence[CodedLayer], chunk: int = 0) -> PreTrainedModel:
-    """Replace the KV cache of `model` by `CodedLayer`s.
+    """Replace the KV cache of `model` by `CodedLayer`s, with a hook on its decoder; return it.
 
-    Args:
-        layers: cache settings, one per model layer. Sliding-window layers keep transformers' cache layers.
-        chunk: maximum tokens per forward pass for `delayed` layers; divides their sinks and tiles. 0: no limit.
-
-    Returns:
-        `model` itself, with a hook on its decoder.
+    Sliding-window layers keep transformers' cache layers. `chunk` is the maximum tokens per forward pass for `delayed`
+    layers, which divides their sinks and tiles; 0: no limit.
 
     Raises:
-        NoVariant: the format does not support the head sizes, or the model is not a decoder with at least one layer
-            of full attention.
+        NoVariant: as `install`, or the format does not support the head sizes.
         SurgeryError: the model is a variant already. Raised later: a call passes a non-empty cache of another class.
     """
 
@@ -226,8 +221,7 @@ def in_chunks(forward: Callable, chunk: int, **call: Any) -> Any:
 def packed(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [..., n] below 2^bits into bytes [..., n·bits/8], the first code in the lowest bits.
 
-    Raises:
-        ValueError: the codes do not fill whole bytes.
+    Raises ValueError: the codes do not fill whole bytes.
     """
     if codes.shape[-1] * bits % 8 or (bits == 3 and codes.shape[-1] % 8):
         raise ValueError(f"{codes.shape[-1]} values of {bits} bits do not fill whole bytes")
@@ -242,8 +236,7 @@ def unpacked(stored: Tensor, bits: int) -> Tensor:
 def hadamard(size: int) -> Tensor:
     """Return Sylvester's orthonormal Hadamard matrix [size, size], float32; symmetric, so its own inverse.
 
-    Raises:
-        ValueError: `size` is not a power of two.
+    Raises ValueError: `size` is not a power of two.
     """
     if size < 1 or size & (size - 1):
         raise ValueError(f"Hadamard rotation of {size} channels is not supported; the number must be a power of two")

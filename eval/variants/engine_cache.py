@@ -43,11 +43,7 @@ CALIBRATED = ("oscar_int2",)
 
 
 def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None = None) -> PreTrainedModel:
-    """Replace the KV cache of `model` by an emulation of an engine's cache format.
-
-    Args:
-        format: one of `FORMATS` or `CALIBRATED`.
-        tokens: calibration sequences [N, T], for formats in `CALIBRATED`.
+    """Replace the KV cache of `model` by an emulation of an engine's format, calibrated on sequences [N, T] if needed.
 
     Raises:
         NoVariant: the format does not support the head sizes, or no layer has full attention.
@@ -59,7 +55,7 @@ def engine_cache(model: PreTrainedModel, format: str, tokens: LongTensor | None 
             raise SurgeryError(f"format {format} needs calibration: pass tokens")
         with refusals(NoVariant):
             rotations = oscar_cache.oscar_rotations(model, tokens)
-        layers, chunk = oscar_cache.oscar_layers(rotations), oscar_cache.CHUNK
+        layers, chunk = [oscar_cache.oscar_layer(*each) for each in rotations], oscar_cache.CHUNK
     elif format in FORMATS:
         layers = FORMATS[format](model.config.get_text_config(decoder=True))
         chunk = kvarn_cache.PRESETS[format][2] if format in kvarn_cache.PRESETS else 0

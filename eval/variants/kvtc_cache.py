@@ -56,13 +56,7 @@ SAMPLE = 128
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes of one sequence in storage.
-
-    Attributes:
-        exact: tokens in full precision.
-        packed: coded tokens before DEFLATE.
-        deflated: coded tokens after it.
-    """
+    """Bytes of one sequence in storage: tokens in full precision, and coded tokens before and after DEFLATE."""
 
     exact: int
     packed: int
@@ -77,11 +71,7 @@ class KeysAndValues:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the rotation of a model.
-
-        Raises:
-            NoVariant: the decoder has no rotary embedding.
-        """
+        """Find the rotation of a model. Raises NoVariant: the decoder has no rotary embedding."""
         config, decoder = model.config.get_text_config(decoder=True), model.base_model
         if not callable(getattr(decoder, "rotary_emb", None)):
             raise NoVariant(f"{type(model).__name__} has no rotary embedding, which KVTC undoes")
@@ -110,13 +100,9 @@ class KeysAndValues:
 
 
 class Storage(nn.Module):
-    """Coded tokens of a cache. A module, which the count of a live cache's bytes skips.
+    """Coded tokens of a cache of B rows. A module, which the count of a live cache's bytes skips.
 
-    Attributes:
-        rows: number of sequences, B.
-        positions: positions [B or 1, T] of all tokens.
-        parts: for keys and values, the coders' tensors by encoding.
-        coded: number of coded tokens.
+    ``positions`` [B or 1, T] are of all tokens; ``parts`` are the coders' tensors by encoding, for keys and values.
     """
 
     def __init__(self, coders: tuple[TransformCoder, TransformCoder]) -> None:
@@ -226,16 +212,9 @@ class StoredTurns:
 
 
 def kvtc_cache(model: PreTrainedModel, format: str, spectra: tuple[Spectrum, Spectrum]) -> PreTrainedModel:
-    """Let `model` read older tokens as they are restored from storage, as the module describes.
+    """Let `model` read older tokens as they are restored from storage, as the module describes; return it.
 
-    Sets `model.stored_bytes()`: the `StoredBytes` of each sequence of the latest pass.
-
-    Args:
-        format: one of `PRESETS`.
-        spectra: of keys and of values, see `kvtc_spectra`.
-
-    Returns:
-        `model` itself, with hooks on its decoder.
+    Sets `model.stored_bytes()`: the `StoredBytes` of each sequence of the latest pass. `spectra` are of `kvtc_spectra`.
 
     Raises:
         NoVariant: the model has layers without full attention, or no rotary embedding.
@@ -266,8 +245,7 @@ def kvtc_cache(model: PreTrainedModel, format: str, spectra: tuple[Spectrum, Spe
 def kvtc_spectra(model: PreTrainedModel, sequences: LongTensor) -> tuple[Spectrum, Spectrum]:
     """Compute the spectra of keys and of values from sequences [N, T], without the first tokens of each.
 
-    Raises:
-        NoVariant: the model has layers without full attention, or no rotary embedding.
+    Raises NoVariant: the model has layers without full attention, or no rotary embedding.
     """
     check_model(model, "KVTC")
     tokens, decoder = KeysAndValues(model), model.base_model

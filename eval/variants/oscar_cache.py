@@ -58,12 +58,9 @@ class RotatedInt2(Coder):
         return (codes - zero) * scale @ self.rotation.to(codes.device).transpose(-1, -2)
 
 
-def oscar_layers(rotations: list[tuple[Tensor, Tensor]]) -> list[CodedLayer]:
-    """Return cache layers from the rotations of the keys and values of each layer."""
-    return [
-        CodedLayer(RotatedInt2(keys, KEY_CLIP), RotatedInt2(values, VALUE_CLIP), FIRST, RECENT)
-        for keys, values in rotations
-    ]
+def oscar_layer(keys: Tensor, values: Tensor) -> CodedLayer:
+    """Return a cache layer from the rotations of its keys and values."""
+    return CodedLayer(RotatedInt2(keys, KEY_CLIP), RotatedInt2(values, VALUE_CLIP), FIRST, RECENT)
 
 
 @torch.no_grad()

@@ -14,21 +14,14 @@ def quantize_kv(model: PreTrainedModel, format: str, group: int = 32, window: in
     """Replace the KV cache of `model` by one with `QuantizedKVLayer`s; sliding-window layers keep transformers' layers.
 
     In one forward pass over a text, attention reads the same tokens quantized that a cache of the whole text holds
-    quantized. In a padded batch, padding shares quantization groups with adjacent tokens, so rows are quantized
-    slightly differently than without padding.
-
-    Args:
-        format: element format: int8, int4, int3, int2 or fp8.
-        group: tokens (of keys) or channels (of values) that share a scale.
-        window: most recent tokens that stay in full precision; 0 quantizes every complete group.
-
-    Returns:
-        `model` itself, with a hook on its decoder.
+    quantized. In a padded batch, padding shares quantization groups with adjacent tokens. Formats are int8, int4, int3,
+    int2 and fp8; `group` tokens (of keys) or channels (of values) share a scale; the most recent `window` stays in full
+    precision.
 
     Raises:
         NoVariant: no layer of the model has full attention.
-        SurgeryError: invalid settings, or the model is a variant already. Raised later: a call passes a non-empty
-            cache of another class.
+        SurgeryError: invalid settings, or the model is a variant already. Raised later: a call passes a non-empty cache
+            of another class.
     """
 
     count, windows = model.config.num_hidden_layers, windows_of(model.config)

@@ -24,13 +24,10 @@ def sink_window(model: PreTrainedModel, sinks: int, recent: int) -> PreTrainedMo
     One forward pass, chunked prefill and decoding give equal results, see `surgery.model.sink_window_cache`. Batches
     may be padded on the left, and without a cache also on the right.
 
-    Returns:
-        `model` itself, with a hook on its decoder.
-
     Raises:
         NoVariant: some layers do not have full attention, or the attention implementation takes no mask.
-        SurgeryError: invalid settings, or the model is a variant already. Raised later: a call passes a non-empty
-            cache of another class, a mask that is not [B, T], or a cache and padding after the first token of a row.
+        SurgeryError: invalid settings, or the model is a variant already. Raised later: a call passes a non-empty cache
+            of another class, a mask that is not [B, T], or a cache and padding after the first token of a row.
     """
     new_cache = partial(SinkWindowCache, sinks, recent, model.config.num_hidden_layers)
     with refusals():

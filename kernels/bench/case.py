@@ -43,15 +43,9 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """Abstract benchmark case: one operation at one shape, with one new token per row.
+    """Abstract benchmark case: one operation at one shape of `MODELS`, with one new token per row.
 
-    All inputs except `unbatched` have the batch as first dimension.
-
-    Attributes:
-        model: name of the shape in `MODELS`.
-        batch, context: B and S.
-        dtype: dtype of inputs and outputs.
-        shape: attention shape of the model.
+    All inputs except `unbatched` have the batch B as first dimension; the context is S.
     """
 
     model: str

@@ -33,15 +33,12 @@ LEAST = 2e-6
 
 @dataclass
 class Gate:
-    """Result of a case's check.
+    """Result of a case's check; it passed if there are no reasons.
 
     Attributes:
-        error: relative RMS error against float64, the maximum over the checked parts.
-        tolerance: maximum error to pass.
+        error: relative RMS error against float64, the maximum over the checked parts, up to a tolerance.
         bit_equal: whether a second run gave the same bits.
-        library_errors: errors of other implementations, by name.
-        refused: reasons why other implementations did not run or are not comparable, by name.
-        reasons: failed conditions; empty if the case passed.
+        library_errors, refused: errors of other implementations, or reasons why they cannot be compared, by name.
     """
 
     error: float = float("nan")

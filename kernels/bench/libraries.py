@@ -24,21 +24,14 @@ SDPA = {
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, backend: str) -> Callable[[], Tensor]:
     """Return a call of PyTorch's SDPA with a single backend; query [B, H, T, d], key and value [B, G, S, d]."""
-    grouped = query.shape[1] != key.shape[1]
-    if backend == "efficient" and grouped:
-        # No GQA support, so expand the KV heads.
-        each = query.shape[1] // key.shape[1]
-        key, value = (
-            t[:, :, None].expand(-1, -1, each, -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in (key, value)
-        )
-        grouped = False
+    if backend == "efficient":  # no GQA support, so expand the KV heads
+        repeat = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(repeat, 1) for part in (key, value))
 
     def call() -> Tensor:
         with sdpa_kernel(SDPA[backend]):
-            out = scaled_dot_product_attention(
-                query, key, value, scale=scale, **({"enable_gqa": True} if grouped else {})
-            )
-        return out.transpose(1, 2)
+            grouped = query.shape[1] != key.shape[1]
+            return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
     return call
 
@@ -64,8 +57,7 @@ def _compiled_flex() -> Callable:
 def flex(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Callable[[], Tensor]:
     """Return a call of compiled FlexAttention; query [B, H, T, d], key and value [B, G, S, ·].
 
-    Raises:
-        RuntimeError: already compiled for `MOST_COMPILED` other shapes.
+    Raises RuntimeError: already compiled for `MOST_COMPILED` other shapes.
     """
     shape = (query.shape, key.shape, query.dtype)
     if shape not in _compiled and len(_compiled) >= MOST_COMPILED:

@@ -22,9 +22,7 @@ SECONDS = 0.25
 class Timing:
     """Seconds per call: the median over replays, and the 10th and 90th percentile.
 
-    Attributes:
-        graph: whether a CUDA graph was replayed; otherwise calls were launched one after the other.
-        sets: number of input sets that the calls rotate through.
+    Calls replay a CUDA graph or are launched one after the other, and rotate through sets of inputs.
     """
 
     seconds: float

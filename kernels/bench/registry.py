@@ -37,10 +37,8 @@ def cases(
 ) -> list[Case]:
     """Return all cases, alternating between operations, so that an interrupted run has results for each.
 
-    The largest cases of each operation come first, since launch overhead matters least there.
-
-    Raises:
-        ValueError: unknown operation or model.
+    The largest cases of each operation come first, since launch overhead matters least there. Raises ValueError:
+    unknown operation or model.
     """
     operations, models = list(operations), list(models)
     for what, names, choices in (("operation", operations, OPERATIONS), ("shape", models, MODELS)):

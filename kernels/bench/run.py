@@ -27,15 +27,9 @@ ROOM = 0.45
 
 @dataclass
 class Bench:
-    """Benchmark run over cases.
+    """Benchmark run over cases; after ``seconds`` no further one starts, and without ``out`` no record is written.
 
-    Attributes:
-        device: device that kernels run on.
-        out: JSON file of the record; None keeps it in memory only.
-        seconds: time limit after which no further case starts.
-        baselines: check and time other implementations, on a GPU only.
-        say: callback that receives one line per case.
-        record: results so far.
+    ``baselines``: check and time other implementations, on a GPU only; ``say`` receives one line per case.
     """
 
     device: torch.device

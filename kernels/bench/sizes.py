@@ -20,11 +20,7 @@ TINY = Sizes(("tiny",), (63, 100), (1, 3))
 
 
 def numbers(text: str) -> list[int]:
-    """Parse a list such as `8k,32768`; k stands for 1024.
-
-    Raises:
-        ValueError: an item that is no positive integer.
-    """
+    """Parse a list such as `8k,32768`; k stands for 1024. Raises ValueError: an item that is no positive integer."""
     values = []
     for word in text.split(","):
         plain = word.strip().lower()

@@ -198,10 +198,6 @@ _lowrank_decode = Operation(
     _unsupported,
     _check,
     kernel="surgery.kernels.lowrank_decode.launches",
-    growth=(
-        {"latent": 1},
-        {"exact_key": 2, "exact_value": 2, "exact_slots": 1},
-        {"begins": 1},
-    ),
+    growth=({"latent": 1}, {"exact_key": 2, "exact_value": 2, "exact_slots": 1}, {"begins": 1}),
 )
 """Registered operator; returns out and exact_out concatenated [B, T, H, r_v + v], and lse [B, T, H]."""

@@ -34,15 +34,10 @@ def choose_carrier(
     head_sizes: tuple[int, int, int] | None,
     tied: bool,
 ) -> Carrier:
-    """Choose stock ``deepseek_v3`` where it can hold the conversion, else the custom model class.
+    """Choose stock ``deepseek_v3`` where it can hold the conversion, without obstacles, else the custom model class.
 
-    Args:
-        obstacles: reasons against stock, from :func:`surgery.architectures.deepseek_v3.obstacles`.
-        head_sizes: sizes to which stock heads are padded, see :class:`StockMLA`.
-        tied: whether the stock class may tie embeddings and output head, as the source does.
-
-    Raises:
-        SurgeryError: ``choice`` is "stock", which cannot hold the conversion.
+    Stock heads are padded to ``head_sizes``; ``tied``: whether it may tie embeddings and output head, as the source
+    does. Raises SurgeryError: ``choice`` is "stock", which cannot hold the conversion.
     """
     if choice == "own":
         return Carrier(OwnMLA(spec), ("set by --carrier own",))

@@ -26,11 +26,8 @@ REASON = "no stock class has layers that share a cache"
 class OwnCrossLayer:
     """Writer of layers that share a cache, for :class:`surgery.model.SurgeryForCausalLM`.
 
-    Attributes:
-        groups: layer ranges [start, stop), one per group.
-        entries: config entry of each group's first layer.
-        widths: elements that each layer of the source caches per token; layers outside all groups keep their cache.
-        dtype: dtype of the new tensors.
+    Groups are layer ranges [start, stop), with the config entries of their first layers. ``widths`` are the elements
+    that each layer of the source caches per token; layers outside all groups keep their cache.
     """
 
     groups: tuple[tuple[int, int], ...]

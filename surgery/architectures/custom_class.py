@@ -50,11 +50,7 @@ def with_auto_map(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_entries(config: dict[str, Any]) -> list[LayerEntry]:
-    """Read the attention entry of each layer from a config.json.
-
-    Raises:
-        SurgeryError: an entry is invalid.
-    """
+    """Read the attention entry of each layer from a config.json. Raises SurgeryError: an entry is invalid."""
     try:
         return [
             entry_of(entry) for entry in config.get("attention_layers") or [None] * config.get("num_hidden_layers", 0)

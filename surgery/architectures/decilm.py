@@ -20,14 +20,10 @@ WIDTH_MULTIPLE = 256
 
 
 def check(source: dict[str, Any]) -> None:
-    """Check that DeciLM can hold a model, and that the engines compute it correctly.
+    """Check that DeciLM can hold a model of this config.json, and that the engines compute it correctly.
 
-    Args:
-        source: a config.json.
-
-    Raises:
-        SurgeryError: not a Llama, biases, a ``head_dim`` other than ``hidden_size / num_attention_heads``, RoPE scaling
-            that llama.cpp would ignore, or a feed-forward width that is not a multiple of 256.
+    Raises SurgeryError: not a Llama, biases, a ``head_dim`` other than ``hidden_size / num_attention_heads``, RoPE
+    scaling that llama.cpp would ignore, or a feed-forward width that is not a multiple of 256.
     """
     problem = None
     head_dim = source["hidden_size"] / source["num_attention_heads"]
@@ -47,11 +43,7 @@ def check(source: dict[str, Any]) -> None:
 
 
 def config_with_heads(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
-    """Return the config.json of a Llama with ``heads`` KV heads per layer.
-
-    Raises:
-        SurgeryError: see :func:`check`.
-    """
+    """Return the config.json of a Llama with ``heads`` KV heads per layer. Raises SurgeryError see :func:`check`."""
     check(source)
     blocks = [
         {

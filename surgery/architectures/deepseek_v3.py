@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from surgery.architectures.neutral_norm import TINY_EPS, NeutralNorm, neutral_norm
-from surgery.architectures.query_latent import query_latent
 from surgery.architectures.spec import MLASpec
 from surgery.checkpoint import TensorSpec
 from surgery.families.base import ATTENTION_PREFIX
@@ -44,10 +43,7 @@ def obstacles(
 ) -> list[str]:
     """Return the reasons why the stock class cannot hold a conversion; empty if it can.
 
-    Args:
-        config: the source's config.json.
-        experts, mlp_bias: whether the source's feed-forward layers have experts or biases.
-        extra_parts: other parts of its layers that the stock class lacks.
+    The source's feed-forward layers may have experts or biases, and its layers extra parts that the stock class lacks.
     """
     reasons = [] if extra_parts is None else [f"the source has {extra_parts}"]
     if spec.key_norm_eps is not None:
@@ -75,8 +71,6 @@ class StockMLA:
     """Writer of MLA as stock ``deepseek_v3``.
 
     Attributes:
-        spec: shapes of the conversion.
-        norm: neutral norm of the latent.
         rescale: factor on the residual stream; 1.0 if the source's eps is kept.
         head_sizes: unrotated, rotary and value dimensions of a head, zero padding included; None: no padding.
         untied: whether tied embeddings are written twice, as embeddings and output head.
@@ -330,3 +324,34 @@ def _frequency_factors(inv_freq: Tensor, base: float) -> list[float]:
         direction = torch.where(scaled > target, torch.inf, -torch.inf)
         factor = torch.where(scaled == target, factor, torch.nextafter(factor, direction))
     return [float(f) for f in factor.double()]
+
+
+CONSTANT = 2.0**15
+"""Constant channel for unscaled inputs: the norm's relative error is |x|²/2^31."""
+LARGEST_WEIGHT = 2.0**14
+"""Largest weight of the norm at the constant channel; its inverse is the smallest."""
+
+
+def query_latent(query: Tensor, bias: Tensor, input_scale: float) -> dict[str, Tensor]:
+    """Return tensors that compute ``query x + bias``, [n, D] and [n], through a latent [x ; 1].
+
+    The norm's weight at the constant is chosen so that no bias exceeds the largest weight of its row in ``q_b_proj``,
+    as weight quantizers use one scale for both. ``input_scale`` is already applied to the inputs x.
+    """
+    width = query.shape[1] + 1
+    constant = CONSTANT * input_scale
+    rms = constant / math.sqrt(width)
+    weight = 2.0 ** round(math.log2(rms))
+    gain, unit = weight / rms, constant / rms
+    query, tiny = query / gain, torch.finfo(torch.float32).tiny
+    largest = query.abs().amax(1)
+    ratio = float((bias.abs() / largest)[largest > tiny].max()) if bool((largest > tiny).any()) else 1.0
+    exponent = math.ceil(math.log2(max(ratio / unit, 1 / LARGEST_WEIGHT)))
+    weights = torch.full((width,), weight)
+    weights[-1] = min(2.0**exponent, LARGEST_WEIGHT)
+    return {
+        "q_a_proj.weight": torch.eye(width, width - 1, dtype=query.dtype),
+        "q_a_proj.bias": torch.nn.functional.pad(query.new_full((1,), constant), (width - 1, 0)),
+        "q_a_layernorm.weight": weights,
+        "q_b_proj.weight": torch.cat([query, bias[:, None] / (float(weights[-1]) * unit)], dim=1),
+    }

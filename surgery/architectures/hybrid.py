@@ -30,12 +30,9 @@ REASON = "no stock class has full and streaming heads in one layer"
 
 @dataclass(frozen=True)
 class Unit:
-    """KV heads of one layer that share cached elements.
+    """KV heads of one layer that share cached elements, ``width`` per token, by their indices.
 
-    Attributes:
-        heads: indices of these KV heads.
-        width: elements that they cache per token.
-        blocks: indices of the low-rank blocks that they are rebuilt from; empty for other attention.
+    ``blocks`` are the low-rank blocks that they are rebuilt from; empty for other attention.
     """
 
     heads: tuple[int, ...]
@@ -45,14 +42,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class StreamableModel:
-    """Checkpoint whose heads can become streaming heads.
-
-    Attributes:
-        config: its config.json.
-        kv_heads: KV heads of a layer, equal in all layers.
-        head_dim: head dimension.
-        units: units of each layer.
-    """
+    """Checkpoint whose heads, equally many in all layers, can become streaming heads, in units by layer."""
 
     config: dict
     kv_heads: int
@@ -63,8 +53,7 @@ class StreamableModel:
     def of(cls, path: Path, config: dict, loaded) -> StreamableModel:
         """Read a checkpoint's streamable heads; ``loaded`` is its transformers config.
 
-        Raises:
-            SurgeryError: its heads cannot stream; the message has the reason and a remedy.
+        Raises SurgeryError: its heads cannot stream; the message has the reason and a remedy.
         """
         if config["model_type"] == "deepseek_v3":
             raise SurgeryError.at(

@@ -31,11 +31,8 @@ REASON = "no stock class rebuilds keys and values from latents"
 class OwnLowRank:
     """Writer of low-rank layers for :class:`surgery.model.SurgeryForCausalLM`.
 
-    Attributes:
-        anatomy: anatomy of any layer of the source; all have the same shapes.
-        blocks: latent blocks of each layer; empty for a layer that keeps its attention.
-        shared_layers: for each layer, the number of preceding layers whose latents it reads.
-        sinks, window: full-precision tokens next to the latents; 0 for none.
+    All layers have the shapes of ``anatomy``; those that keep their attention have no blocks. ``shared_layers`` is the
+    number of preceding layers whose latents each reads; ``sinks`` and ``window`` are full-precision tokens.
     """
 
     anatomy: AttentionAnatomy
@@ -126,12 +123,7 @@ class OwnLowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnQuantizedLowRank(OwnLowRank):
-    """Writer of low-rank layers with a cache of packed rows.
-
-    Attributes:
-        runs: runs of bit patterns of each layer's latents; empty for a layer that keeps its attention.
-        first_tokens: number of first tokens whose latents stay in full precision.
-    """
+    """Writer of low-rank layers with a cache of packed rows, in runs by layer; first tokens stay in full precision."""
 
     runs: tuple[Runs, ...]
     first_tokens: int
@@ -139,12 +131,10 @@ class OwnQuantizedLowRank(OwnLowRank):
     has_bias = True
 
     def entry(self, layer: int) -> QuantizedLowRankEntry:
-        """Return the config entry of a converted layer."""
         rows = {"latent_runs": self.runs[layer], "first_tokens": self.first_tokens}
         return QuantizedLowRankEntry(**self._latents(layer), **rows)
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Return the dtypes and shapes of a layer's new tensors by name."""
         rank, shared = self.rank(layer), self.shared_rank(layer)
         specs = super().plan(layer) | quantizer_specs(layer, rank)
         if shared:

@@ -1,9 +1,8 @@
 """Per-parameter learning-rate multipliers of converted checkpoints.
 
-Stock MLA classes normalize the latent, and conversions turn that norm into the identity (:mod:`.neutral_norm`).
-Training must freeze its weight, a constant channel, and the columns that read this channel: after the norm it may be in
-the thousands, and one optimizer step would dominate the output. Weights of a tiny latent move in proportion to its
-scale, and so do weights that were enlarged to compensate for smaller inputs.
+Conversions turn the latent norm of stock MLA into the identity (:mod:`.neutral_norm`). Training must freeze its weight,
+a constant channel, and the columns that read it, since one step would dominate the output. Weights of a tiny latent
+move in proportion to its scale, and so do weights that were enlarged to compensate for smaller inputs.
 
 Packed rows have a step per channel, of any size. Weights that produce a channel move in proportion to its step. Weights
 that read channels are frozen: the adjacent query and output projections learn as much.

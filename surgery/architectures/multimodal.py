@@ -16,12 +16,7 @@ SHARED, ROPE = {"tie_word_embeddings", "dtype"}, {"rope_theta", "rope_scaling"}
 
 
 def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the output config.json: ``config``, within that of the vision-language model if the source is one.
-
-    Args:
-        reader: of the source.
-        config: config of the converted language model.
-    """
+    """Return the output config.json: that of a language model, within the vision-language one if the source is one."""
     if not reader.stored_names:
         return config
     whole = reader.stored_config

@@ -35,14 +35,10 @@ CONSTANT = 2.0**14  # its square dominates the mean over a latent of unit size; 
 
 @dataclass(frozen=True)
 class NeutralNorm:
-    """RMS norm that passes the latent's channels through as ``gain * channel``.
+    """RMS norm, "tiny" or "constant", that passes the latent's channels through as ``gain * channel``.
 
-    Attributes:
-        kind: "tiny" or "constant".
-        extra: channels added after the latent (0 or 1).
-        scale: factor on the latent in the down projection.
-        weight: the norm's weight, a power of two.
-        gain: output per unit of latent; the up-projection is divided by it.
+    ``extra`` channels are added after the latent, which is scaled in the down projection; the up-projection is divided
+    by the gain. The norm's weight is a power of two.
     """
 
     kind: str
@@ -87,8 +83,7 @@ def constant_norm(rank: int) -> NeutralNorm:
 def neutral_norm(kind: str, rank: int, dtype: torch.dtype) -> NeutralNorm:
     """Return the neutral norm of a kind, "tiny" or "constant", for weights of a dtype.
 
-    Raises:
-        SurgeryError: an unknown kind.
+    Raises SurgeryError: an unknown kind.
     """
     if kind == "tiny":
         return tiny_norm(HALF_SCALE if dtype.itemsize <= 2 else WIDE_SCALE)

@@ -35,11 +35,8 @@ OUTPUT = ("o_proj", "weight")
 class Carrier:
     """Target architecture of a conversion to fewer KV heads.
 
-    Attributes:
-        config: config.json for verification of the result.
-        custom_class: whether the target is the custom model class.
-        final_config: config.json of another class for the same tensors, which replaces ``config`` after verification.
-        final_code: code files that ``final_config`` needs next to the weights.
+    ``final_config`` is config.json of another class for the same tensors, which replaces ``config`` after verification;
+    ``final_code`` are the files that it needs.
     """
 
     model_type: str
@@ -51,18 +48,12 @@ class Carrier:
 
 
 def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -> Carrier:
-    """Choose the target architecture for these numbers of KV heads.
+    """Choose the target architecture ("auto", "own" or "decilm") for these numbers of KV heads by layer.
 
-    Args:
-        source: the source's config.json.
-        heads: number of KV heads of each layer.
-        carrier: "auto", "own" or "decilm".
-
-    Raises:
-        SurgeryError: DeciLM cannot hold the model.
+    Raises SurgeryError: DeciLM cannot hold the model.
     """
     uniform = len(set(heads)) == 1
-    holds = holds_kv_heads(source["model_type"])
+    holds = FAMILIES[source["model_type"]].renamed is None  # fewer KV heads than query heads
     if carrier == "auto" and uniform and holds:
         config = with_legacy_rope_keys({**source, "num_key_value_heads": heads[0]})
         return Carrier(source["model_type"], OWN_FAMILY, config)
@@ -72,11 +63,6 @@ def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -
         final = decilm.config_with_heads(source, heads)
         return Carrier(DECILM, reason, own, final_config=final, final_code=(decilm.CONFIG_CODE,))
     return Carrier(custom_class.MODEL_TYPE, reason, own, custom_class=True)
-
-
-def holds_kv_heads(model_type: str) -> bool:
-    """Return whether a family's class supports fewer KV heads than query heads."""
-    return FAMILIES[model_type].renamed is None
 
 
 def has_head_dim(config: object) -> bool:

@@ -20,18 +20,12 @@ QUANTIZER = "quantizer."
 
 @dataclass(frozen=True)
 class OwnQuantizedMLA(OwnMLA):
-    """Writer of MLA with a cache of packed rows.
-
-    Attributes:
-        runs: runs of bit patterns of each layer's latent and rotary key; None for layers that keep their attention.
-        first_tokens: number of first tokens that stay in full precision.
-    """
+    """Writer of MLA with a cache of packed rows; layers that keep their attention have no runs."""
 
     runs: tuple[tuple[Runs, Runs] | None, ...]
     first_tokens: int
 
     def entries(self) -> list[LayerEntry]:
-        """Return the layer entries of config.json."""
         return [
             QuantizedLatentEntry(
                 kv_lora_rank=rank,
@@ -47,7 +41,6 @@ class OwnQuantizedMLA(OwnMLA):
         ]
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
-        """Return the dtypes and shapes of a layer's new tensors by name."""
         width = self.spec.ranks[layer] + 2 * len(self.spec.inv_freq[layer])
         return super().plan(layer) | quantizer_specs(layer, width)
 

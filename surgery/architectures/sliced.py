@@ -1,8 +1,7 @@
 """Slicing of a converted checkpoint to fewer latents: rows and columns of its tensors, and config.json.
 
-Conversions sort the latents of a block by importance, so the first ones are the best smaller model (nested ranks,
-MatryoshkaKV, arXiv:2410.14731). Slicing selects rows and columns and changes no value, except for the factor of the
-norm in a stock class with a constant channel.
+Conversions sort the latents of a block by importance (nested ranks, MatryoshkaKV, arXiv:2410.14731). Slicing changes no
+value, except for the factor of the norm in a stock class with a constant channel.
 """
 
 from __future__ import annotations
@@ -52,12 +51,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class LatentModel:
-    """Checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``.
-
-    Attributes:
-        config: its config.json.
-        norm: neutral norm of the stock class's latents; None for the custom model class.
-    """
+    """Checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``, which has a norm."""
 
     config: dict
     norm: NeutralNorm | None
@@ -66,8 +60,7 @@ class LatentModel:
     def of(cls, reader: CheckpointReader) -> LatentModel:
         """Read the kind of latents of a checkpoint.
 
-        Raises:
-            SurgeryError: it has no latents that can be sliced; the message has the reason and a remedy.
+        Raises SurgeryError: it has no latents that can be sliced; the message has the reason and a remedy.
         """
         path, config = reader.path, reader.config
         kind = config.get("model_type")
@@ -125,8 +118,7 @@ class LatentModel:
     def sliced(self, ranks: Ranks) -> LatentModel:
         """Return the model with the first ``ranks`` latents of each block.
 
-        Raises:
-            SurgeryError: the stock class has one rank for all layers.
+        Raises SurgeryError: the stock class has one rank for all layers.
         """
         if self.stock:
             if len(set(ranks)) > 1:
@@ -224,8 +216,7 @@ def _first_indices(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ..
 def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
     """Return the neutral norm of a stock checkpoint's latents.
 
-    Raises:
-        SurgeryError: a latent norm is real, as in DeepSeek's own models, or norms differ between layers.
+    Raises SurgeryError: a latent norm is real, as in DeepSeek's own models, or norms differ between layers.
     """
     norms, width = set(), reader.config["kv_lora_rank"]
     for layer in range(reader.config["num_hidden_layers"]):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from surgery.bench import models as bench_models
 from surgery.bench.cache import filled_cache, is_steady
@@ -42,13 +43,7 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Subject:
-    """Model to measure.
-
-    Attributes:
-        name: model name in the report.
-        kind: source, a target of `--to`, or checkpoint.
-        build: loads or creates the model on a device.
-    """
+    """Model to measure: source, a target of `--to`, or checkpoint; ``build`` loads or creates it on a device."""
 
     name: str
     kind: str
@@ -60,7 +55,6 @@ class DecodeSettings:
     """Settings of a decode benchmark.
 
     Attributes:
-        contexts: tokens in the cache.
         batches: batch sizes; None for the largest that fits.
         rank, rope_dim: latent rank and rotary dimensions of converted models of a named shape.
         structures: conversion targets for named shapes.
@@ -80,8 +74,7 @@ class DecodeSettings:
 def subjects(names: Sequence[str], settings: DecodeSettings) -> Iterator[Subject]:
     """Yield source and converted models for named shapes, and checkpoints for folders.
 
-    Raises:
-        SurgeryError: a name that is neither a folder nor a shape, or an unknown structure.
+    Raises SurgeryError: a name that is neither a folder nor a shape, or an unknown structure.
     """
     configs = bench_models.converted_configs()
     for structure in settings.structures:
@@ -110,15 +103,14 @@ def measure_decoding(
 ) -> dict:
     """Measure all subjects, plain and accelerated; write the record to `out` after each row.
 
-    Raises:
-        SurgeryError: an unknown name or structure.
+    Raises SurgeryError: an unknown name or structure.
     """
     began = time.monotonic()
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "command": command,
         "device": device_facts(device),
-        "versions": {**versions(), "transformers": _transformers()},
+        "versions": {**versions(), "transformers": transformers.__version__},
         "cache": "random values or tokens at the full context; plain caches and packed rows stay at that length",
         "note": None if device.type == "cuda" else "measured on a CPU; not representative of a GPU",
         "rows": [],
@@ -277,12 +269,6 @@ def _against_source(rows: list[dict]) -> None:
 
 def _measurement_key(row: dict) -> tuple:
     return row["model"], row["context"], "largest" if row["largest"] else row["batch"]
-
-
-def _transformers() -> str:
-    import transformers
-
-    return transformers.__version__
 
 
 def _line(row: dict) -> str:

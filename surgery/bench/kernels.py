@@ -21,8 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tuple[dict, Path]:
     """Check and measure kernels; return the record and the path of its file.
 
-    Raises:
-        SurgeryError: an unknown name, or an invalid size.
+    Raises SurgeryError: an unknown name, or an invalid size.
     """
     device = checked_device(request.device)
     timed = device.type == "cuda"
@@ -52,11 +51,7 @@ def measure_kernels(request: KernelRequest, out: Path, command: str = "") -> tup
 
 
 def sizes(text: str, option: str) -> list[int]:
-    """Parse a list of sizes such as `8k,32768`.
-
-    Raises:
-        SurgeryError: an item that is no positive integer.
-    """
+    """Parse a list of sizes such as `8k,32768`. Raises SurgeryError: an item that is no positive integer."""
     try:
         return numbers(text)
     except ValueError as error:

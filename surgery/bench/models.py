@@ -53,8 +53,7 @@ def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMo
 def _refill_buffers(model: PreTrainedModel) -> None:
     """Recompute buffers, such as RoPE frequencies, which are uninitialized after `to_empty`.
 
-    Raises:
-        SurgeryError: a buffer that its class does not initialize.
+    Raises SurgeryError: a buffer that its class does not initialize.
     """
     for buffer in model.buffers():
         if buffer.is_floating_point():

@@ -75,8 +75,7 @@ DECODE_SHAPES = {**_DENSE, **TINY}
 def is_shape(name: str) -> bool:
     """Return whether a name is one of `DECODE_SHAPES`, and not the folder or GGUF file of a checkpoint.
 
-    Raises:
-        SurgeryError: the name is neither.
+    Raises SurgeryError: the name is neither.
     """
     if existing(name) is not None:
         find_local(name)

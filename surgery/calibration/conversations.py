@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+import torch
+from torch import LongTensor, Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.calibration.sampled_replies import sample_replies
+from surgery.common.errors import SurgeryError
+from surgery.eval.logits import evaluation_mode
 from surgery.eval.sequences import tokenize
+from surgery.model.cache_argument import cache_for, returned_cache
 from surgery.running.chat_templates import ChatTemplate
 
 REPLY = 160
@@ -86,16 +90,9 @@ def sample_conversations(
 ) -> list[list[int]]:
     """Sample conversations of one question and the model's answer at temperature 1, at least ``tokens`` tokens in all.
 
-    The seed shuffles the prompts. If they do not suffice, they are repeated with new answers.
-
-    Args:
-        advance: called with the number of new tokens, `tokens` in total.
-
-    Returns:
-        Token ids of each conversation, with the special tokens of the template.
-
-    Raises:
-        SurgeryError: the tokenizer has no chat template, or the template does not accept a user's question.
+    The seed shuffles the prompts, which are repeated with new answers if needed. ``advance`` is called with the number
+    of new tokens. Returns the token ids of each, with the template's special tokens. Raises SurgeryError: the tokenizer
+    has no chat template, or it does not accept a user's question.
     """
     ends = _eos_ids(model, tokenizer)
     template = ChatTemplate(tokenizer)
@@ -130,3 +127,73 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
     token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
     return {int(token) for token in [*token_ids, tokenizer.eos_token_id] if token is not None}
+
+
+FREE = -1
+"""Placeholder for a token to sample."""
+
+
+@torch.no_grad()
+def sample_replies(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    ends: Collection[int],
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> list[list[int]]:
+    """Return the token ids of prompts with replies, sampled at temperature 1, each up to its first end token.
+
+    At most ``new_tokens`` follow the longest prompt; end tokens stay. ``advance`` is called at each step with the
+    number of tokens added. Raises SurgeryError: the model's logits are not finite.
+    """
+    starts = [len(prompt) for prompt in prompts]
+    length = max(starts) + new_tokens
+    ids = torch.full((len(prompts), length), FREE)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    with evaluation_mode(model):
+        drawn = _sample(model, ids, length, torch.Generator().manual_seed(seed), frozenset(ends), advance)
+    replies = []
+    for row, start in zip(drawn.tolist(), starts, strict=True):
+        stop = next((index for index in range(start, len(row)) if row[index] in ends), len(row))
+        replies.append(row[: stop + 1])
+    return replies
+
+
+def _sample(
+    model: PreTrainedModel,
+    ids: LongTensor,
+    length: int,
+    generator: torch.Generator,
+    ends: frozenset[int],
+    advance: Callable[[int], None],
+) -> LongTensor:
+    """Sample the FREE tokens of ``ids`` [B, T], up to [B, length] or until each row has one of ``ends``.
+
+    Rows need no padding: prompt tokens of longer rows are fed while shorter rows already sample.
+    """
+    device = next(model.parameters()).device
+    ids = torch.cat([ids, ids.new_full((len(ids), length - ids.shape[1]), FREE)], dim=1)
+    drawn, cache, past_length = ids[:, : int((ids != FREE).sum(1).min())], None, 0
+    ended = torch.zeros(len(ids), dtype=torch.bool)
+    stops = torch.tensor(sorted(ends), dtype=torch.long)
+    while drawn.shape[1] < length and not ended.all():
+        output = model(input_ids=drawn[:, past_length:].to(device), use_cache=True, **cache_for(model, cache))
+        cache, past_length = returned_cache(output), drawn.shape[1]
+        prompt_token = ids[:, past_length : past_length + 1]
+        token = torch.where(prompt_token == FREE, _draw(output.logits[:, -1], generator), prompt_token)
+        advance(int(((prompt_token == FREE)[:, 0] & ~ended).sum()))
+        ended |= (prompt_token == FREE)[:, 0] & torch.isin(token[:, 0], stops)
+        drawn = torch.cat([drawn, token], dim=1)
+    return drawn
+
+
+def _draw(logits: Tensor, generator: torch.Generator) -> LongTensor:
+    """Sample a token [B, 1] from each row of logits [B, vocabulary]."""
+    probabilities = torch.softmax(logits.float().cpu(), dim=-1)
+    if not probabilities.isfinite().all():
+        raise SurgeryError(
+            "the logits of the model contain NaN or infinity, so no replies can be sampled; try --dtype float32"
+        )
+    return torch.multinomial(probabilities, 1, generator=generator)

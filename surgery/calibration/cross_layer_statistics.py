@@ -18,11 +18,8 @@ from surgery.running.source import Source
 def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, batch_size: int) -> Tensor:
     """Compute ``E[z zᵀ]`` of the stacked ``z_i = [k ; v]`` of layers ``start`` to ``stop`` - 1, [W·n, W·n] in float64.
 
-    Keys are without biases and before their norm. For MLA, z_i are latents after their norm. For dtypes and devices of
-    products and sums see :mod:`surgery.running.moment_precision`.
-
-    Args:
-        store: inputs of each layer from the forward sweep over calibration text.
+    Keys are without biases and before their norm. For MLA, z_i are latents after their norm. ``store`` has the inputs
+    of each layer. For dtypes and devices see :mod:`surgery.running.moment_precision`.
     """
     stream = opened.stream
     if isinstance(opened.first, LatentAnatomy):
@@ -49,11 +46,9 @@ def joint_moment(opened: Source, store: BoundaryStore, start: int, stop: int, ba
 
 
 def moment_of(inputs: Sequence[Tensor], batch_size: int, cached: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Compute ``E[z zᵀ]`` of the concatenated cached elements of layers, in float64.
+    """Compute ``E[z zᵀ]`` of the concatenated cached elements of layers with inputs [N, T, D], in float64.
 
-    Args:
-        inputs: [N, T, D], inputs of each layer.
-        cached: computes from a layer's index in the group and its inputs [tokens, D] the cached elements [tokens, n].
+    ``cached`` computes from a layer's index in the group and its inputs [tokens, D] the elements [tokens, n].
     """
     moment, precision = 0, None
     for batches in zip(*(hidden.split(batch_size) for hidden in inputs), strict=True):

@@ -18,10 +18,8 @@ COMPARED = 16
 class Score:
     """Mean loss in nats per predicted token and share of recall prompts answered correctly; None if not measured.
 
-    Attributes:
-        logit_difference: largest difference of logits from the source on a short text, relative to the largest logit,
-            for conversions that must be exact.
-        sequences: number of texts in the loss, if not all.
+    For exact conversions ``logit_difference`` is the largest difference of logits from the source on a short text,
+    relative to the largest logit. ``sequences`` is the number of texts in the loss, if not all.
     """
 
     loss: float | None

@@ -44,22 +44,10 @@ def default_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return (BUILTIN,) if len(tokenizer) < SMALL_VOCABULARY else (PROSE, CODE)
 
 
-def load_documents(
-    names: Sequence[str],
-    tokens: int,
-    *,
-    seed: int = 0,
-    text_field: str = "text",
-) -> list[Document]:
-    """Read the named texts, as far as needed.
+def load_documents(names: Sequence[str], tokens: int, *, seed: int = 0, text_field: str = "text") -> list[Document]:
+    """Read the named texts ("builtin", "prose", "code", files and datasets), as far as windows of ``tokens`` need.
 
-    Args:
-        names: "builtin", "prose", "code", files and datasets.
-        tokens: total tokens of the windows.
-        seed: shuffles the text of installed packages.
-
-    Raises:
-        SurgeryError: a text cannot be read, or is empty.
+    The seed shuffles the text of installed packages. Raises SurgeryError: a text cannot be read, or is empty.
     """
     characters = tokens * CHARACTERS_PER_TOKEN // len(names)
     documents = []

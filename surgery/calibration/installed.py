@@ -1,9 +1,7 @@
-"""Text of the running environment: descriptions of installed packages, their source, and their docstrings.
+"""Text of the running environment, held out from calibration: descriptions of installed packages, and source.
 
-Descriptions and source are held out from calibration. Prose is the long descriptions of installed distributions, first
-those built or written in 2025 and later, which older models cannot have read. Code is the source of torch and
-transformers. All of it depends on the environment: results are comparable if the hashes of their windows, which every
-report states, are equal. A user's file has no such dependence.
+Prose is the long descriptions of installed distributions, first those of 2025 and later, which older models cannot have
+read. Code is the source of torch and transformers. Results are comparable if the hashes of their windows are equal.
 """
 
 from __future__ import annotations

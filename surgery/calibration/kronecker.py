@@ -50,23 +50,15 @@ def kronecker_factors(
     device: str | torch.device = "cpu",
     processes: Processes = ALONE,
 ) -> KroneckerFactors | None:
-    """Fit the two factors.
+    """Fit the two factors, on the CPU, from z and g of tokens; None if all gradients or all rows are zero.
 
-    Args:
-        rows: z of tokens.
-        gradients: g of the same tokens.
-        gradient: E[g gᵀ] in float64, if known.
-        sweeps: number of alternations.
-        device: device for products of batches, see :mod:`surgery.running.moment_precision`.
-        processes: processes that share the parts.
-
-    Returns:
-        The factors on the CPU; None if all gradients or all rows are zero.
+    ``gradient`` is E[g gᵀ] in float64, if known; for ``device`` see :mod:`surgery.running.moment_precision`.
     """
     options = {"device": device, "processes": processes}
     if gradient is None:
         gradient = weighted_moment(gradients, **options)
-    if not gradient.trace() > 0 or not any(processes.map(lambda part: _any_nonzero(rows[part]), range(len(rows)))):
+    nonzero = processes.map(lambda part: any(bool(batch.any()) for batch in rows[part]), range(len(rows)))
+    if not gradient.trace() > 0 or not any(nonzero):
         return None
     for _ in range(sweeps):
         weights = _unusual(gradients, gradient, **options)
@@ -91,11 +83,7 @@ def weighted_moment(
 
 
 def weighted_mean(
-    rows: Held,
-    weights: Sequence[Tensor],
-    *,
-    device: str | torch.device = "cpu",
-    processes: Processes = ALONE,
+    rows: Held, weights: Sequence[Tensor], *, device: str | torch.device = "cpu", processes: Processes = ALONE
 ) -> Tensor:
     """Compute ``Σ w x / N`` over N rows, float64 on the CPU."""
     precision = _precision(rows, device)
@@ -134,10 +122,6 @@ def _mean(
         total += summed
         count += tokens
     return total / count
-
-
-def _any_nonzero(batches: Sequence[Tensor]) -> bool:
-    return any(bool(batch.any()) for batch in batches)
 
 
 def _unusual(rows: Held, moment: Tensor, *, device: str | torch.device, processes: Processes) -> list[Tensor]:

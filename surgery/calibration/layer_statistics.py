@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from surgery.calibration.kept_statistics import WITH_LAGS, KeptStatistics
-from surgery.calibration.latent_weights import latent_weight_statistics
 from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_statistics
 from surgery.calibration.parts import Parts
 from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import ConversionSettings
-from surgery.calibration.statistics import LagStatistics, LayerStatistics, lag_statistics
+from surgery.calibration.statistics import LagStatistics, LayerStatistics, lag_statistics, pair_norm
 from surgery.calibration.sweep import BoundaryStore, SweptLayer, backward_sweep, forward_sweep
+from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.running.processes import ALONE, Processes
 from surgery.running.source import Source
+from surgery.version import __version__
 
 if TYPE_CHECKING:
     from surgery.calibration.texts import Texts
@@ -40,10 +46,8 @@ class Calibrated(Protocol):
 
     Attributes:
         texts: with calibration tokens [N, T], or None for statistics from weights alone.
-        library: receives the statistics, from the main process.
         store: receives the inputs of each layer in the forward sweep, in one folder for all processes.
         snapshots: state to resume from after an interruption; library and store then hold the finished work.
-        processes: processes that share the tokens.
     """
 
     opened: Source
@@ -57,19 +61,12 @@ class Calibrated(Protocol):
 
 
 def gather(
-    work: Calibrated,
-    *,
-    gradients: bool = True,
-    basis_of: BasisOf | None = None,
-    first_tokens: Sequence[int] = (0,),
+    work: Calibrated, *, gradients: bool = True, basis_of: BasisOf | None = None, first_tokens: Sequence[int] = (0,)
 ) -> None:
     """Fill the library by a forward and a backward sweep over calibration tokens, or from weights alone.
 
-    Args:
-        gradients: whether to collect moments of the loss gradient.
-        basis_of: key basis for lag statistics, which are stored with the first of ``first_tokens``; None for none.
-        first_tokens: numbers of first tokens per sequence to exclude from moments, since caches keep them in full
-            precision; statistics are collected for each.
+    ``basis_of`` computes the key basis for lag statistics, stored with the first of ``first_tokens``: numbers of first
+    tokens per sequence to exclude from moments, since caches keep them in full precision.
     """
     opened, settings, tokens, library = work.opened, work.settings, work.texts.calibration, work.library
     store, progress, snapshots, processes = work.store, work.progress, work.snapshots, work.processes
@@ -131,12 +128,7 @@ def _save(
 
 
 def _facts(
-    opened: Source,
-    tokens: Tensor,
-    settings: ConversionSettings,
-    gradients: bool,
-    basis_of: BasisOf | None,
-    first: int,
+    opened: Source, tokens: Tensor, settings: ConversionSettings, gradients: bool, basis_of: BasisOf | None, first: int
 ) -> dict[str, Any]:
     """Return everything that determines the statistics; ``lags_of`` is the method, which chooses the key basis."""
     return {
@@ -172,3 +164,97 @@ def _from_weights(
             for first in first_tokens:
                 library.save(index, statistics, lags, first)
             advance()
+
+
+def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> LayerStatistics:
+    """Estimate statistics from float64 weights, as :func:`surgery.calibration.library.weight_statistics` otherwise.
+
+    ``input_scale`` [D] is the norm's weight. Norms divide by their expected RMS. In place of moments of loss gradients
+    it uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, mapped to the latent and scaled to equal
+    trace.
+    """
+    scale, rank, unrotated = input_scale.to(anatomy.down), anatomy.rank, anatomy.unrotated_dim
+    rows = anatomy.down * scale
+    mean = torch.zeros(len(rows), dtype=rows.dtype) if anatomy.down_bias is None else anatomy.down_bias
+    moment = rows @ rows.mT + torch.outer(mean, mean)
+    factor = torch.ones_like(mean)
+    factor[:rank] = (moment.diagonal()[:rank].mean() + anatomy.eps).rsqrt()
+    order = torch.cat([torch.arange(rank, len(rows)), torch.arange(rank)])  # the rotary key first
+    moment, mean = (moment * torch.outer(factor, factor))[order][:, order], (mean * factor)[order]
+
+    query_moment = anatomy.q @ _query_input_moment(anatomy, scale) @ anatomy.q.mT  # [H, n + ρ, n + ρ]
+    content, rotated = query_moment[:, :unrotated, :unrotated], query_moment[:, unrotated:, unrotated:]
+    key_up, value_up = anatomy.up[:, :unrotated], anatomy.up[:, unrotated:]
+    out = anatomy.o.permute(1, 0, 2)  # [H, D, e]
+    grams = [(up.mT @ energy @ up).sum(0) for up, energy in ((key_up, content), (value_up, out.mT @ out))]
+    tiny = torch.finfo(rows.dtype).tiny
+    gradient = torch.block_diag(rotated.sum(0), sum(part / part.trace().clamp_min(tiny) for part in grams))
+
+    query_energy = rotated.diagonal(dim1=-2, dim2=-1)
+    return LayerStatistics(
+        moment,
+        gradient,
+        pair_norm(query_energy),
+        pair_norm(moment.diagonal()[None, : anatomy.head_dim]),
+        tokens=0,
+        mean=mean,
+        query_energy=query_energy,
+    )
+
+
+def _query_input_moment(anatomy: LatentAnatomy, scale: Tensor) -> Tensor:
+    """Return the second moment of the queries' inputs [D, D], or of the query latent after its norm [q, q]."""
+    if anatomy.q_down is None:
+        return torch.diag(scale.square())
+    rows = anatomy.q_down * scale
+    moment = rows @ rows.mT
+    if anatomy.q_down_bias is not None:
+        moment = moment + torch.outer(anatomy.q_down_bias, anatomy.q_down_bias)
+    weight = anatomy.q_norm.weight
+    return moment / (moment.diagonal().mean() + anatomy.q_norm.eps) * torch.outer(weight, weight)
+
+
+WITH_LAGS = "fisher"
+"""Method whose statistics include lag statistics."""
+
+
+class KeptStatistics:
+    """Cache on disk of the moments of one source on one text; inputs of layers are not stored.
+
+    ``facts`` determine the statistics, as JSON; the package's version is added.
+    """
+
+    def __init__(self, folder: str | Path, facts: dict[str, Any]):
+        self._parent, self._facts = Path(folder), {**facts, "version": __version__}
+        self._folder = self._entry_folder(self._facts)
+
+    def read_into(self, library: StatisticsLibrary) -> bool:
+        """Copy cached statistics, with or without extra lag statistics, to the library; return whether any exist."""
+        folders = [self._folder]
+        if self._facts.get("lags_of") is None:
+            folders.append(self._entry_folder({**self._facts, "lags_of": WITH_LAGS}))
+        for folder in folders:
+            if folder.is_dir():
+                self._copy(folder, library.folder)
+                return True
+        return False
+
+    def _entry_folder(self, facts: dict[str, Any]) -> Path:
+        return self._parent / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def keep(self, library: StatisticsLibrary) -> None:
+        """Store the library's files atomically. Raises SurgeryError if the disk is full."""
+        with disk_errors(self._folder):
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._folder.parent))
+            try:
+                self._copy(library.folder, staging)
+                (staging / "facts.json").write_text(json.dumps(self._facts, indent=2) + "\n")
+                if not self._folder.exists():  # another process may have written it
+                    os.replace(staging, self._folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        for path in source.glob(f"?????{StatisticsLibrary.suffix(self._facts.get('first_tokens', 0))}"):
+            shutil.copyfile(path, target / path.name)

@@ -49,15 +49,10 @@ class StatisticsLibrary(LayerFiles):
 
 
 def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerStatistics:
-    """Estimate statistics from the weights alone, for conversions without calibration text.
+    """Estimate statistics from the weights alone, in float64, for conversions without calibration text.
 
-    Inputs are white noise times the weight of the norm before the attention. In place of moments of loss gradients it
-    uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, scaled to equal trace, since their relative
-    scale is unknown without text.
-
-    Args:
-        anatomy: float64.
-        input_scale: [D], the norm's weight.
+    Inputs are white noise times the weight [D] of the norm before the attention. In place of moments of loss gradients
+    it uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, scaled to equal trace.
     """
     groups, repeat = anatomy.kv_heads, anatomy.heads // anatomy.kv_heads
     scale = input_scale.to(anatomy.k)
@@ -113,13 +108,9 @@ def prior_lags(anatomy: AttentionAnatomy, basis, statistics: LayerStatistics, co
     rows = basis.key_rows(torch.arange(basis.components))
     energy = (rows @ key_moment * rows).sum(-1).view(2, -1).sum(0)  # E|k'_p|²
     energy = energy.clamp_min(0)  # components that duplicated heads leave empty round to either side of zero
-    query = basis.query.abs().square().sum(-1)[:, group] * _query_energy(basis, statistics)
+    query_energy = statistics.query_norm.square().T[basis.frequency]  # E|q_l|² [P, H]
+    query = basis.query.abs().square().sum(-1)[:, group] * query_energy
     return LagStatistics(turned[:, None] * (energy[:, None] * query), energy[:, None] * query)
-
-
-def _query_energy(basis, statistics: LayerStatistics) -> Tensor:
-    """Return E|q_l|² of each head at each component's frequency, [P, H]."""
-    return statistics.query_norm.square().T[basis.frequency]
 
 
 def _normalized(blocks: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import LongTensor
@@ -46,17 +46,11 @@ Conversations = Callable[[bool, int], list[list[int]]]
 
 
 def shares_of(calibration: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, float] | None:
-    """Parse a calibration setting to shares of several kinds of text; None if it names one plain source.
+    """Parse a calibration setting such as "prose=0.5,code=0.25,notes.txt=0.25"; None if it names one plain source.
 
-    Args:
-        calibration: "builtin", a kind, or shares such as "prose=0.5,code=0.25,notes.txt=0.25", of any sum.
-
-    Returns:
-        Shares by source, which sum to 1. "builtin" is `DEFAULT`, with prose in place of conversations if the tokenizer
-        has no chat template; for a tokenizer of less than `SMALL_VOCABULARY` tokens it is a plain source.
-
-    Raises:
-        SurgeryError: a share is not a number, none is positive, or "chat" is given without a chat template.
+    Returned shares sum to 1. "builtin" is `DEFAULT`, with prose in place of conversations if the tokenizer has no chat
+    template; for a tokenizer of less than `SMALL_VOCABULARY` tokens it is a plain source. Raises SurgeryError: a share
+    is not a number, none is positive, or "chat" is given without a chat template.
     """
     chats = bool(getattr(tokenizer, "chat_template", None))
     if calibration == BUILTIN:
@@ -109,19 +103,11 @@ def build_mixture(
     conversations: Conversations,
     request: SequenceRequest,
 ) -> CalibrationSet:
-    """Build calibration and held-out sequences of several kinds of text.
+    """Build calibration and held-out sequences of several kinds of text, by their shares of the sequences.
 
-    Args:
-        shares: shares of sequences by source: "chat", one of `TEXTS`, or any source of `iter_documents`.
-        conversations: returns conversations, for "chat".
-        request: its facts are planted in text, in prose as sentences, but not in conversations.
-
-    Returns:
-        The sequences. The description has the fields of `build_calibration`, "parts" (share, sequences and documents by
-        source, with the distributions of held-out text) and "order", the source of each sequence.
-
-    Raises:
-        SurgeryError: see `build_calibration`.
+    ``conversations`` returns those for "chat", which get no planted facts. The description has the fields of
+    `build_calibration`, "parts" (share, sequences and documents by source) and "order", the source of each sequence.
+    Raises SurgeryError as `build_calibration`.
     """
     order, other_order = _interleaved_order(shares, request.count), _interleaved_order(shares, request.held_out)
     drawn: dict[str, Iterator[LongTensor]] = {}
@@ -137,7 +123,8 @@ def build_mixture(
             part = replace(request, tokens=max(count, 1) * request.length, held_out=others)
             built = build_calibration(tokenizer, name, part)
         drawn[name], other[name] = iter(built.tokens), iter(built.held_out)
-        parts[name] = {"share": share, "sequences": count, "held_out_sequences": others, **_facts_of(built.description)}
+        facts = {name: built.description[name] for name in ("documents", "held_out_documents", "held_out_source")}
+        parts[name] = {"share": share, "sequences": count, "held_out_sequences": others, **facts}
     calibration = torch.stack([next(drawn[name]) for name in order])
     unseen = [next(other[name]) for name in other_order]
     held_out_tokens = torch.stack(unseen) if unseen else calibration[:0]
@@ -156,10 +143,6 @@ def build_mixture(
         "held_out_sha256": token_hash(held_out_tokens),
     }
     return CalibrationSet(calibration, held_out_tokens, description)
-
-
-def _facts_of(description: dict[str, Any]) -> dict[str, Any]:
-    return {name: description[name] for name in ("documents", "held_out_documents", "held_out_source")}
 
 
 def _interleaved_order(shares: Mapping[str, float], count: int) -> list[str]:

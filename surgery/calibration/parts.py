@@ -21,17 +21,9 @@ PARTS = 8
 
 
 class Parts:
-    """Parts of the calibration sequences.
+    """Parts of the calibration sequences, of batches that processes share.
 
-    Args:
-        sequences: number of sequences.
-        batch_size: sequences per batch.
-        processes: processes that share them.
-
-    Attributes:
-        count: number of parts.
-        own: indices of this process's parts.
-        num_local: number of this process's sequences.
+    ``count`` parts in all, the indices of this process's own, and its number of sequences.
     """
 
     def __init__(self, sequences: int, batch_size: int, processes: Processes = ALONE):

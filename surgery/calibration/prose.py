@@ -1,8 +1,7 @@
 """Calibration prose that ships with Python, and extraction of prose from markup.
 
-The text is the language reference that `help()` shows and the docstrings of the standard library. Models have memorized
-much of it, which hides damage to attention. So the share of memorized tokens is reported (`surgery.calibration.texts`),
-and losses are measured on other text (`surgery.calibration.installed`).
+It is the language reference of `help()` and the standard library's docstrings, of which models have memorized much. So
+the share of memorized tokens is reported, and losses are measured on other text (`surgery.calibration.installed`).
 """
 
 from __future__ import annotations

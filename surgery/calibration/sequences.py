@@ -37,15 +37,11 @@ class SequenceRequest:
     """Request for sequences of a text; equal requests give equal sequences of the same text.
 
     Attributes:
-        tokens: calibration tokens, rounded up to whole sequences.
-        length: tokens T of a sequence, bos included.
+        tokens: calibration tokens, rounded up to whole sequences of ``length``, bos included.
         recall: share of sequences, 0 to 1, with planted facts, evenly spread: the first few have the same share.
         seed: seed of window positions and facts.
-        held_out: number of held-out sequences M.
-        text_field: as in `iter_documents`.
 
-    Raises:
-        SurgeryError: a field is out of range.
+    Raises SurgeryError: a field is out of range.
     """
 
     tokens: int = 24_576
@@ -86,12 +82,9 @@ class SequenceRequest:
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Calibration sequences for statistics, and held-out sequences for choices between results.
+    """Calibration sequences [N, T] int64, and held-out sequences [M, T] of the same kind from other documents.
 
-    Attributes:
-        tokens: [N, T] int64, the calibration sequences.
-        held_out: [M, T] int64, sequences of the same kind from other documents; M may be 0.
-        description: plain values for the report: source, sizes, seed, and the sha256 of each token tensor.
+    The description has plain values for the report: source, sizes, seed, and the sha256 of each token tensor.
     """
 
     tokens: LongTensor
@@ -127,16 +120,9 @@ def build_calibration(
 ) -> CalibrationSet:
     """Build calibration and held-out sequences from a text source.
 
-    Documents are tokenized one by one into two pools until both are full. Each goes to the less filled pool, so no
-    document is in both. Windows are then drawn at random from the pools.
-
-    Args:
-        tokenizer: any Hugging Face tokenizer; its eos, if any, separates documents.
-        source: text source as in `iter_documents`.
-        bos: first token of each sequence: an id, None for none, or "tokenizer" for the tokenizer's bos, if any.
-
-    Raises:
-        SurgeryError: the source cannot be read or has too little text.
+    Documents are tokenized one by one into the less filled of two pools until both are full, so no document is in both.
+    Windows are then drawn at random from the pools, each with ``bos``: an id, None for none, or "tokenizer" for its
+    own. Raises SurgeryError: the source cannot be read or has too little text.
     """
     bos = tokenizer.bos_token_id if bos == "tokenizer" else bos
     count, length, seed, held_out = request.count, request.length, request.seed, request.held_out
@@ -223,13 +209,7 @@ def _check_pools(calibration: Pool, other: Pool, source: str) -> None:
 
 @dataclass(frozen=True)
 class Windows:
-    """Sampler of windows from pools of text.
-
-    Attributes:
-        length: tokens of a window, bos included.
-        recall: share of windows with planted recalls, in the ``wording``.
-        bos: first token of each window; None for none.
-    """
+    """Sampler of windows of ``length`` tokens, bos included, from pools of text; a share has planted recalls."""
 
     length: int
     recall: float

@@ -20,12 +20,7 @@ class ConversionSettings(FileSettings):
     """Base settings of all conversions."""
 
     kv_ratio: float | None = setting(
-        None,
-        "Share of the source's KV bytes per token to keep.",
-        above=0,
-        below=1,
-        section="Budget",
-        unset="0.25",
+        None, "Share of the source's KV bytes per token to keep.", above=0, below=1, section="Budget", unset="0.25"
     )
     calibration: str = setting(
         "builtin",
@@ -63,10 +58,7 @@ class ConversionSettings(FileSettings):
     )
     seed: int = setting(0, "Seed of every random choice.", advanced=True)
     device: str = setting(
-        "auto",
-        "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if available.",
-        section="Machine",
-        metavar="NAME",
+        "auto", "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if available.", section="Machine", metavar="NAME"
     )
     dtype: Literal["float32", "bfloat16", "float64"] = setting(
         "float32",

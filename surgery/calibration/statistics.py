@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.calibration.kronecker import (
-    KroneckerFactors,
-    kronecker_factors,
-    weighted_mean,
-    weighted_moment,
-)
+from surgery.calibration.kronecker import KroneckerFactors, kronecker_factors, weighted_mean, weighted_moment
 from surgery.families.anatomy import AttentionAnatomy, Projection
 from surgery.families.attention import attention_weights
 from surgery.families.latent_anatomy import LatentAnatomy
@@ -91,13 +86,8 @@ class LayerStatistics:
 class MomentAccumulator:
     """Accumulator of moments over batches; for devices and dtypes see :mod:`surgery.running.moment_precision`.
 
-    With gradients, keys, values and gradients of all tokens stay on the CPU until :meth:`result`.
-
-    Args:
-        hold: stores a batch of keys, values or gradients.
-        parts: number of parts of the tokens, each summed separately.
-        first: number of first tokens per sequence to exclude, which a cache keeps in full precision.
-        processes: processes that share the parts, as in :class:`surgery.calibration.parts.Parts`.
+    With gradients, keys, values and gradients of all tokens stay on the CPU until :meth:`result`; ``hold`` stores a
+    batch of them. Each of ``parts`` is summed separately; ``first`` tokens per sequence are excluded.
     """
 
     def __init__(
@@ -114,8 +104,7 @@ class MomentAccumulator:
         self._gradients, self._hold, self._processes = gradients, hold, processes
         self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
         self._precision = MomentPrecision.of(
-            self._device,
-            sums_bytes(_width(anatomy), gradients=gradients, key_norm=anatomy.k_norm is not None),
+            self._device, sums_bytes(_width(anatomy), gradients=gradients, key_norm=anatomy.k_norm is not None)
         )
         self._sums: list[dict[str, Any]] = [{} for _ in range(parts)]
         names = ("rows", "gradients", "raw_gradients")
@@ -123,12 +112,7 @@ class MomentAccumulator:
         self._total: dict[str, Any] = {}
 
     def add(self, projection: Projection, inputs: Tensor | None = None, part: int = 0) -> None:
-        """Add a batch; gradients are read from ``.grad`` of its keys and values.
-
-        Args:
-            inputs: inputs of the projections [B, T, D]; without them, statistics of inputs are None.
-            part: index of the batch's part.
-        """
+        """Add a batch of a part, with inputs [B, T, D] or None; gradients are in ``.grad`` of its keys and values."""
         body = slice(self._first, None)
         q, k, v = (each.detach()[:, body] for each in (projection.q, projection.k, projection.v))
         sums, rows, precision = self._sums[part], _rows(k, v), self._precision
@@ -207,12 +191,7 @@ class MomentAccumulator:
 
 
 def sums_bytes(width: int, *, gradients: bool, key_norm: bool = False) -> int:
-    """Return the bytes of a layer's sums in float64, for one part and for all parts.
-
-    Args:
-        width: n, elements of a token's keys and values; for MLA, of its latent and rotary key.
-        key_norm: whether keys have a norm, so that gradients are summed before the norm too.
-    """
+    """Return the bytes of a layer's sums in float64 for n elements per token; a key norm adds gradients."""
     matrices = 1 + gradients * (1 + key_norm)
     return 2 * 8 * matrices * width**2
 
@@ -237,15 +216,11 @@ def pair_norm(energy: Tensor) -> Tensor:
 
 
 def raw_key_gradient(keys: Tensor, gradient: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
-    """Compute the loss gradient at keys before their norm, including the path through the inverse RMS.
+    """Compute the loss gradient at keys [..., G, d] before their norm, including the path through the inverse RMS.
 
-    With ``raw`` the keys before the norm, ``keys = weight raw`` and ``gain = (mean raw² + eps)^{-1/2}``, whose gradient
-    is ``-gain³ raw / d``: a change of a key's length alone does not affect the loss.
-
-    Args:
-        keys, gradient: :attr:`Projection.k` [..., G, d] and the gradient at it with constant gain.
-        gain: :attr:`Projection.key_gain` [..., G].
-        weight: the norm's weight [d], or [G, d] for a norm over all heads; channels of weight zero count as zero.
+    With ``raw`` the keys before the norm, ``keys = weight raw`` and ``gain = (mean raw² + eps)^{-1/2}`` [..., G], whose
+    gradient is ``-gain³ raw / d``: a change of a key's length alone does not affect the loss. The norm's weight is [d],
+    or [G, d] over all heads; channels of weight zero count as zero.
     """
     raw = torch.where(weight == 0, 0, keys / weight)
     over = (-2, -1) if weight.ndim == 2 else -1

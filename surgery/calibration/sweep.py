@@ -35,12 +35,7 @@ from surgery.running.source import Source
 class BoundaryStore(LayerFiles):
     """Store of hidden states at layer boundaries, one file each: tokens x hidden size x layers elements in total.
 
-    Args:
-        limit: maximum activations in memory, such as ``4GiB``; None for no limit.
-
-    Attributes:
-        filled: whether all boundaries are stored.
-        memory: allocator for the activations at the current boundary.
+    ``limit`` is the maximum of activations in memory, such as ``4GiB``; ``filled``: whether all boundaries are stored.
     """
 
     def __init__(self, parent: Path | None = None, limit: str | None = None):
@@ -54,14 +49,9 @@ class BoundaryStore(LayerFiles):
         self._sweep = sweep
 
     def save(self, index: int, hidden: Tensor, first: int = 0, of: int | None = None) -> None:
-        """Save the inputs of a layer, [n, T, D].
+        """Save the inputs [n, T, D] of a layer from index ``first`` of all ``of``; other processes may write the rest.
 
-        Args:
-            first: index of the first of these sequences among all; other processes may write the rest.
-            of: total number of sequences; None for n.
-
-        Raises:
-            SurgeryError: the disk is full.
+        Raises SurgeryError: the disk is full.
         """
         path = self._path(index, ".safetensors")
         shape = (len(hidden) if of is None else of, *hidden.shape[1:])
@@ -119,9 +109,7 @@ def forward_sweep(
 ) -> Tensor:
     """Run tokens [N, T] through all layers, store the inputs of each, and return the last layer's output [n, T, D].
 
-    Args:
-        snapshots: state to resume from after an interruption: the last boundary that is stored.
-        processes: processes that share the sequences and the store; each returns the output of its n sequences.
+    Snapshots hold the last stored boundary; each process returns the output of its n sequences.
     """
     snapshots, parts = snapshots or Snapshots(), Parts(len(tokens), batch_size, processes)
 
@@ -165,9 +153,7 @@ def backward_sweep(
 
     Args:
         final: the forward sweep's result [n, T, D], overwritten by gradients; None if a snapshot has the state.
-        parts: parts of the sequences, as in the forward sweep; every process gets the statistics of all.
-        gradients: whether to compute gradients of the loss (labels sampled from the model with ``seed``); if not, the
-            sweep only recomputes activations.
+        gradients: whether to compute gradients of the loss (labels sampled from the model with ``seed``).
         snapshots: state to resume from after an interruption; finished layers are not yielded again.
         first_tokens: numbers of first tokens per sequence to exclude; statistics are computed for each.
     """

@@ -49,19 +49,13 @@ def iter_documents(source: str, *, seed: int = 0, text_field: str = "text") -> I
     """Iterate lazily over the documents of a text source, in a deterministic order, without empty ones.
 
     Args:
-        source: one of
-            - "builtin": the Python source of the running interpreter's standard library, a document per module;
-            - a `.txt` file, UTF-8, cut at line ends into documents of about 32k characters, so that a book can be split
-              into calibration and held-out text;
-            - a `.jsonl` file, an object per line; a `.json` file, a list of strings or objects; a `.parquet` file;
-            - the name of a dataset: `name` or `name:config:split`, with optional config and split; the default split is
-              "train". It is streamed through the `datasets` library. A local dataset folder is named by its path and a
-              split, `path::train`.
+        source: "builtin", the running interpreter's standard library, a document per module; a `.txt` file, UTF-8, cut
+            at line ends into documents of about 32k characters; a `.jsonl`, `.json` or `.parquet` file; or a dataset,
+            `name` or `name:config:split` (default "train"), which is streamed; a local one is `path::train`.
         seed: shuffles the modules of "builtin"; files and datasets keep their order.
         text_field: field or column with the text in json, jsonl, parquet and datasets.
 
-    Raises:
-        SurgeryError: the source does not exist, cannot be read, or lacks the field; possibly only during iteration.
+    Raises SurgeryError: the source does not exist, cannot be read, or lacks the field; possibly only during iteration.
     """
     path = Path(source).expanduser()
     if not source:
@@ -86,8 +80,7 @@ def _standard_library(seed: int) -> Iterator[str]:
 def standard_library_modules() -> list[Path]:
     """List the standard library's modules by path, without those of the held-out text.
 
-    Raises:
-        SurgeryError: the interpreter has no source of its library.
+    Raises SurgeryError: the interpreter has no source of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = _modules(root)
@@ -153,8 +146,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
 def jsonl_records(path: Path) -> Iterator[tuple[Any, str]]:
     """Yield the record of each line of a file, with its location for error messages.
 
-    Raises:
-        SurgeryError: a line is not JSON.
+    Raises SurgeryError: a line is not JSON.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -188,8 +180,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
 def parquet_records(path: Path, column: str, *others: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the rows of a file, with ``column`` and existing ``others``, and their locations for error messages.
 
-    Raises:
-        SurgeryError: the file is damaged or lacks the column.
+    Raises SurgeryError: the file is damaged or lacks the column.
     """
     import pyarrow.parquet as pq  # slow import, 0.1 s
     from pyarrow import ArrowInvalid
@@ -219,8 +210,7 @@ def _dataset(source: str, text_field: str) -> Iterator[str]:
 def dataset_records(source: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Stream the rows of a dataset, with their locations for error messages.
 
-    Raises:
-        SurgeryError: see :func:`open_dataset`, or reading fails later.
+    Raises SurgeryError see :func:`open_dataset`, or reading fails later.
     """
     with dataset_errors(source):
         yield from ((row, f"dataset {source}, row {number}") for number, row in enumerate(open_dataset(source)))
@@ -229,8 +219,7 @@ def dataset_records(source: str) -> Iterator[tuple[dict[str, Any], str]]:
 def open_dataset(source: str) -> Any:
     """Open a dataset as a streaming `datasets.IterableDataset`, and print its origin to standard error.
 
-    Raises:
-        SurgeryError: the dataset or the `datasets` library is missing.
+    Raises SurgeryError: the dataset or the `datasets` library is missing.
     """
     name, config, split = _dataset_parts(source)
     try:
@@ -260,8 +249,7 @@ def dataset_errors(source: str) -> Iterator[None]:
 def _dataset_parts(source: str) -> tuple[str, str | None, str]:
     """Parse the name, config and split of a dataset, without network access.
 
-    Raises:
-        SurgeryError: it cannot be a dataset's name.
+    Raises SurgeryError: it cannot be a dataset's name.
     """
     parts = DATASET.fullmatch(source)
     name = parts["name"] if parts else ""

@@ -26,15 +26,13 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "encoder.j
 
 @dataclass(frozen=True)
 class CarriedFiles:
-    """Snapshot of the source files that the output checkpoint takes over.
+    """Snapshot of the source files that the output checkpoint takes over; removed at the end of its `with` block.
 
     Attributes:
         folder: temporary folder of the snapshot, with the source's config.json.
-        names: files to copy, without config.json and records.
-        records: this program's records, kept for stages that extend them.
+        names: files to copy, without config.json and this program's records, which stages extend.
         left_out: names of all other files; for removed entries that refer to code, file and entry.
         keeps_code: whether code files are copied.
-        owner: the temporary folder; removed with this object or at the end of its `with` block.
     """
 
     folder: Path
@@ -48,8 +46,7 @@ class CarriedFiles:
     def of(cls, reader: CheckpointReader, *, keep_code: bool = False) -> CarriedFiles:
         """Snapshot the files of an opened checkpoint. Chat templates are always copied, since they run in a sandbox.
 
-        Raises:
-            SurgeryError: a file cannot be read, is too large, or is a link to a file that is not copied.
+        Raises SurgeryError: a file cannot be read, is too large, or is a link to a file that is not copied.
         """
         files = reader.files
         origin = reader.stored_path if reader.stored_names else reader.path
@@ -89,11 +86,7 @@ class CarriedFiles:
         return [name for name in self.names if kind_of(name) is Kind.CODE]
 
     def record(self, names: Collection[str]) -> dict[str, list[str]]:
-        """Return the report entry about the files.
-
-        Args:
-            names: all files of the output checkpoint; a file of that name is not listed as left out.
-        """
+        """Return the report entry about the files, of which those named as the output's are not left out."""
         replaced = {CARD, SOURCE_CARD, *names}
         return {
             "templates": [name for name in self.names if kind_of(name) is Kind.TEMPLATE],
@@ -102,11 +95,7 @@ class CarriedFiles:
         }
 
     def own_config(self, config: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
-        """Remove config entries that refer to code outside this package, unless code is copied.
-
-        Args:
-            own: names of the output checkpoint's files.
-        """
+        """Remove config entries that refer to code outside the output's files ``own``, unless code is copied."""
         if self.keeps_code:
             return config
         return _own_entries(config, {name.removesuffix(".py") for name in own})

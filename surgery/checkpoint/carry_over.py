@@ -9,9 +9,9 @@ from torch import Tensor
 
 from surgery.checkpoint import CheckpointReader, CheckpointWriter
 from surgery.checkpoint.carried_files import CarriedFiles
+from surgery.checkpoint.disk import read_json_or_empty
 from surgery.checkpoint.file_kinds import CARD, SOURCE_CARD
-from surgery.checkpoint.processor_class import name_processor
-from surgery.checkpoint.tokenizer_class import keep_tokens
+from surgery.checkpoint.tokenizer_class import CONFIG, keep_tokens
 from surgery.common.progress import Progress
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -61,3 +61,24 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     for piece in tensor.view(-1).split(2**22):
         piece.copy_(piece.double() * factor)
     return tensor
+
+
+NAMED_IN = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", CONFIG)
+KEY = "processor_class"
+
+
+def name_processor(source: Path, writer: CheckpointWriter) -> None:
+    """Add the source's processor class to tokenizer_config.json, unless a file of the output names the class.
+
+    Otherwise transformers derives it from the model type, which a conversion changes.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    folders = source, writer.partial
+    before, after = (read_json_or_empty(folder / "config.json").get("model_type") for folder in folders)
+    configs = {name: read_json_or_empty(writer.partial / name) for name in NAMED_IN}
+    if before == after or any(KEY in each for each in configs.values()):
+        return
+    if before in CONFIG_MAPPING and (kind := CONFIG_MAPPING[before]) in PROCESSOR_MAPPING:
+        writer.write_json(CONFIG, {**configs[CONFIG], KEY: PROCESSOR_MAPPING[kind].__name__})

@@ -44,9 +44,8 @@ REDIRECTIONS = {
 def read_config(path: Path) -> dict[str, Any]:
     """Read and validate a config.json.
 
-    Raises:
-        SurgeryError: the file cannot be read, is not a JSON object, has impossible sizes or invalid rotary settings, or
-            refers to other files.
+    Raises SurgeryError: the file cannot be read, is not a JSON object, has impossible sizes or invalid rotary settings,
+    or refers to other files.
     """
     config = read_json(path)
     for name, effect in REDIRECTIONS.items():

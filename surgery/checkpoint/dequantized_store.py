@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.stores import ByteRanges, Store, read_rows
-from surgery.checkpoint.tensors import TensorInfo
+from surgery.checkpoint.tensors import TensorInfo, TensorSpec
+from surgery.checkpoint.writer import CheckpointWriter
 
 ReadRows = Callable[[str, int, int], Tensor]
 """Function that reads rows [first, after) of a stored 1D or 2D tensor."""
@@ -33,12 +35,7 @@ class Matrix(Protocol):
 
 
 class DequantizedStore:
-    """Store that lists each quantized matrix in place of its first part; dequantizes at most 16 MiB at a time.
-
-    Args:
-        store: store of the parts and of all other tensors.
-        matrices: quantized matrices by tensor name.
-    """
+    """Store that lists each quantized matrix in place of its first part; dequantizes at most 16 MiB at a time."""
 
     def __init__(self, store: Store, matrices: Mapping[str, Matrix]):
         self._store, self._matrices, self.max_readers = store, matrices, store.max_readers
@@ -81,3 +78,26 @@ class DequantizedStore:
         raw = torch.empty((after - first) * row_bytes, dtype=torch.uint8)
         self._store.read(name, [(first * row_bytes, after * row_bytes)], raw)
         return raw.view(info.dtype).view(after - first, *info.shape[1:])
+
+
+if TYPE_CHECKING:
+    from surgery.checkpoint.reader import CheckpointReader
+
+
+def dequantized_copy(reader: CheckpointReader) -> Path:
+    """Return the folder of the copy, next to the reader's temporary folder; the first call writes it.
+
+    Raises SurgeryError: the file cannot be read, or the disk is full.
+    """
+    out = reader.path.parent / "weights" / reader.path.name
+    if out.exists():
+        return out
+    plan = {name: TensorSpec(reader.info(name).dtype, reader.info(name).shape) for name in reader.names()}
+    with CheckpointWriter(out, plan) as writer:
+        for name in plan:
+            writer.copy(name, reader)
+        writer.write_json("config.json", reader.config)
+        for path in reader.sidecars():
+            writer.copy_file(path, path.relative_to(reader.path))
+        writer.commit()
+    return out

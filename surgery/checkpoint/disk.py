@@ -27,11 +27,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def parse_size(size: int | str, name: str = "") -> int:
     """Parse a size in bytes: ``5GB``, ``500 MB`` (decimal), ``5GiB``, ``500MiB`` (binary) or a plain number.
 
-    Args:
-        name: name of the setting, for error messages.
-
-    Raises:
-        SurgeryError: the text is not a size, or is not positive.
+    Raises SurgeryError about the setting ``name``: the text is not a size, or is not positive.
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(size))
     try:
@@ -49,8 +45,7 @@ def parse_size(size: int | str, name: str = "") -> int:
 def check_encoding(path: Path) -> None:
     """Check that Rust libraries such as safetensors and tokenizers can open a path.
 
-    Raises:
-        SurgeryError: the path is not valid UTF-8.
+    Raises SurgeryError: the path is not valid UTF-8.
     """
     try:
         str(path).encode("utf-8")
@@ -89,8 +84,7 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
-    Raises:
-        SurgeryError: the file cannot be read, is not JSON, or holds something other than an object.
+    Raises SurgeryError: the file cannot be read, is not JSON, or holds something other than an object.
     """
     with disk_errors(path):
         content = path.read_bytes()
@@ -146,10 +140,8 @@ def sync_folder(folder: Path) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path that is flushed and renamed to ``path`` at the end, or removed if the block fails.
 
-    The hidden name is unique; the next write also removes temporary files of killed processes.
-
-    Raises:
-        SurgeryError: a disk error occurs.
+    The hidden name is unique; the next write also removes temporary files of killed processes. Raises SurgeryError: a
+    disk error occurs.
     """
     with disk_errors(path):
         _remove_parts(path)
@@ -200,11 +192,7 @@ def _remove_parts(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically.
-
-    Raises:
-        SurgeryError: the file cannot be written.
-    """
+    """Write a text file atomically. Raises SurgeryError: the file cannot be written."""
     with written_whole(path) as part:
         part.write_text(text, encoding="utf-8", errors="replace")  # JSON can contain lone surrogates
 

@@ -89,10 +89,7 @@ def kind_of(name: str) -> Kind:
 def list_files(folder: Path, *, hidden: bool = False) -> list[str]:
     """List the relative paths of all files in a folder and its subfolders, with slashes, sorted.
 
-    A link to a folder is not followed; it is listed with a slash at its end.
-
-    Raises:
-        OSError: a folder cannot be read.
+    A link to a folder is not followed; it is listed with a slash at its end. Raises OSError: a folder cannot be read.
     """
 
     def is_listed(name: str) -> bool:

@@ -1,8 +1,6 @@
-"""Temporary Hugging Face folder for a GGUF file, with config and tokenizer.
+"""Temporary Hugging Face folder for a GGUF file, with config and tokenizer, for loaders that need a folder.
 
-Readers take tensors from the GGUF file itself. Loaders that need a folder (transformers) get one: config and tokenizer
-are written when the checkpoint is opened, weights by `CheckpointReader.model_folder`. There is one folder per file and
-process; it is removed at process exit.
+Weights are added by `CheckpointReader.model_folder`. One per file and process, removed at process exit.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ class GgufFolder:
 def open_gguf(file: Path) -> GgufFolder:
     """Read the header of a GGUF file and write its config and tokenizer, once per process for an unchanged file.
 
-    Raises:
-        SurgeryError: the file is damaged, or its model or tokenizer is not supported.
+    Raises SurgeryError: the file is damaged, or its model or tokenizer is not supported.
     """
     file = file.absolute()  # not resolved: files in the hub's cache are links to blobs without a name
     status = file.stat()

@@ -26,14 +26,9 @@ _INSTALL = 'pip install "model-surgery[gguf]"'
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Tensor stored in a GGUF file.
+    """Tensor stored in a GGUF file: GGML type, shape with rows first, and file offset of its first byte.
 
-    Attributes:
-        type: GGML type, such as Q4_1.
-        shape: shape in PyTorch's order, rows first.
-        columns: elements per row; 1 for a vector.
-        row_bytes: bytes per stored row; quantization blocks never cross rows.
-        offset: file offset of the first byte.
+    A row has ``columns`` elements, 1 for a vector, and ``row_bytes``; quantization blocks never cross rows.
     """
 
     type: str
@@ -66,8 +61,7 @@ def require_gguf() -> None:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read the header of a GGUF file, without tensor data.
 
-    Raises:
-        SurgeryError: the file is not GGUF, is damaged, or is truncated.
+    Raises SurgeryError: the file is not GGUF, is damaged, or is truncated.
     """
     require_gguf()
     with disk_errors(path), open(path, "rb") as file:

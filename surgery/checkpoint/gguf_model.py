@@ -155,11 +155,7 @@ ARCHS = {
         "CohereForCausalLM", "cohere", numbers={"logit_scale": "logit_scale"}, biases=_BIAS, norm_eps="layer_norm_eps"
     ),
     "cohere2": Arch(
-        "Cohere2ForCausalLM",
-        numbers={"logit_scale": "logit_scale"},
-        biases=_BIAS,
-        norm_eps="layer_norm_eps",
-        windows=4,
+        "Cohere2ForCausalLM", numbers={"logit_scale": "logit_scale"}, biases=_BIAS, norm_eps="layer_norm_eps", windows=4
     ),
 }
 
@@ -169,11 +165,9 @@ class GgufModel:
     """A GGUF file mapped to a Hugging Face checkpoint.
 
     Attributes:
-        config: content of config.json.
         tensors: stored tensors by Hugging Face name.
-        dtype: dtype of the dequantized tensors: the stored type of most elements, or bfloat16 if that is quantized.
-            Models are trained in bfloat16, and its relative rounding error of 2⁻⁹ is less than that of 8-bit blocks.
-            GGUF stores all norms in float32; they were bfloat16 originally.
+        dtype: dtype of the dequantized tensors: the stored type of most elements, or bfloat16 if that is quantized,
+            whose relative rounding error of 2⁻⁹ is less than that of 8-bit blocks.
         dequantised_from: the stored type of most elements, if quantized; else None.
     """
 
@@ -186,8 +180,7 @@ class GgufModel:
 def describe_model(path: Path, header: GgufHeader) -> GgufModel:
     """Map the header of a GGUF file to a Hugging Face checkpoint.
 
-    Raises:
-        SurgeryError: the architecture or one of its settings or tensors is not supported.
+    Raises SurgeryError: the architecture or one of its settings or tensors is not supported.
     """
     values = _Values(path, header.metadata)
     name = values.text("general.architecture")

@@ -32,13 +32,7 @@ class Mapped:
 
 
 class GgufStore:
-    """Store that dequantizes requested ranges to one dtype, in chunks of 16 MiB (in float32) and two heads.
-
-    Args:
-        path: GGUF file.
-        tensors: stored tensors by Hugging Face name.
-        dtype: output dtype, whatever the stored type.
-    """
+    """Store that dequantizes requested ranges to one dtype, in chunks of 16 MiB (in float32) and two heads."""
 
     max_readers = 1  # numpy's dequantization holds the GIL most of the time
 

@@ -55,8 +55,7 @@ _WHOLE_FIRST = (*_LLAMA3, "tekken")  # words in the vocabulary skip the merges; 
 def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja to ``folder``, if the file has a tokenizer.
 
-    Raises:
-        SurgeryError: the tokenizer is damaged, or its type or pre-tokenizer is not supported.
+    Raises SurgeryError: the tokenizer is damaged, or its type or pre-tokenizer is not supported.
     """
     kind, template = metadata.get(_MODEL), metadata.get(_TEMPLATE)
     if kind is None:

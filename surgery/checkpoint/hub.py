@@ -28,8 +28,7 @@ def is_downloaded(name: str) -> bool:
 def download(repo: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
     """Download a checkpoint's weights, configs, tokenizer and code to the hub's cache and return its folder.
 
-    Raises:
-        SurgeryError: the repository does not exist, access is denied, or the network fails.
+    Raises SurgeryError: the repository does not exist, access is denied, or the network fails.
     """
     from huggingface_hub import snapshot_download
 

@@ -10,13 +10,9 @@ DECILM = "nemotron-nas"
 
 
 def kv_widths(config: dict[str, Any]) -> list[int]:
-    """Return the elements that each layer caches per token; 0 for linear-attention and Mamba layers.
+    """Return the elements that each layer of a stock model class caches per token; 0 for linear attention and Mamba.
 
-    Args:
-        config: config of any stock model class: MLA, MHA/GQA, or KV heads by layer (DeciLM).
-
-    Raises:
-        KeyError: a size is missing.
+    Raises KeyError: a size is missing.
     """
     config = with_size_names(config)
     layers = config["num_hidden_layers"]

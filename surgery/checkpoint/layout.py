@@ -43,9 +43,8 @@ class Weights:
 def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
     """Find the weight files of a folder and check that all exist.
 
-    Raises:
-        SurgeryError: there are no weights, a shard is missing, the index is damaged or contains a path, the weights are
-            pickled and ``allow_pickle`` is off, or transformers would load other files.
+    Raises SurgeryError: there are no weights, a shard is missing, the index is damaged or contains a path, the weights
+    are pickled and ``allow_pickle`` is off, or transformers would load other files.
     """
     _check_rivals(folder)
     weights = _find(folder, WEIGHTS, WEIGHTS_INDEX, pickled=False) or _find(folder, PICKLE, PICKLE_INDEX, pickled=True)
@@ -94,10 +93,7 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
 
     Two kinds of links into the hub's cache are allowed: from a snapshot to its model's ``blobs``, and from any folder
     to a file named by its hash in the ``blobs`` of any model, as ``hf download --local-dir`` created. The environment
-    variable `FOLLOW_LINKS` allows all links.
-
-    Raises:
-        SurgeryError: a file is a link to a path that is not allowed.
+    variable `FOLLOW_LINKS` allows all links. Raises SurgeryError: a file is a link to a path that is not allowed.
     """
     if follows_links():
         return
@@ -127,9 +123,7 @@ def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo])
     """Check that each tensor of the index is in its shard.
 
     Tensors in the shards that are missing in the index belong to the checkpoint: transformers loads whole shards.
-
-    Raises:
-        SurgeryError: a tensor is in another shard or in none.
+    Raises SurgeryError: a tensor is in another shard or in none.
     """
     for name, file in (weights.index or {}).items():
         if name not in infos:
@@ -142,12 +136,9 @@ def check_index(folder: Path, weights: Weights, infos: Mapping[str, TensorInfo])
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """Files of a checkpoint folder other than its weights, by relative path.
+    """Files of a checkpoint folder other than its weights, by relative path: those of the checkpoint, and strays.
 
-    Attributes:
-        folder: the checkpoint folder.
-        sidecars: files of the checkpoint: tokenizer, settings, templates, documents, code, records.
-        strays: all other files, and weights of other formats; never read.
+    Strays are all other files, and weights of other formats; they are never read.
     """
 
     folder: Path
@@ -163,10 +154,8 @@ class FolderFiles:
 def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
     """Classify the files below a folder, except hidden files, config.json, index files and ``weights``.
 
-    Links to files count as files; links to folders are not followed.
-
-    Raises:
-        SurgeryError: the folder cannot be read, or a sidecar is a broken link.
+    Links to files count as files; links to folders are not followed. Raises SurgeryError: the folder cannot be read, or
+    a sidecar is a broken link.
     """
     read = {CONFIG, WEIGHTS_INDEX, PICKLE_INDEX, *weights}
     with disk_errors(folder):
@@ -186,10 +175,8 @@ def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
 def stamp_of(path: Path) -> dict[str, list[int]]:
     """Return size, inode, mtime and ctime of a file, or of all files of a folder that loading may read.
 
-    The stamp is equal as long as no file is modified, added or removed. Tools can reset mtime, but not ctime.
-
-    Raises:
-        SurgeryError: a file cannot be read.
+    The stamp is equal as long as no file is modified, added or removed. Tools can reset mtime, but not ctime. Raises
+    SurgeryError: a file cannot be read.
     """
     with disk_errors(path):
         files = [path] if path.is_file() else [path / name for name in list_files(path) if _is_loaded(name)]

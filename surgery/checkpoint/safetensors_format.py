@@ -24,8 +24,7 @@ _METADATA = "__metadata__"
 def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
     """Read the header of a safetensors file: each tensor's info and file offset, in the header's order.
 
-    Raises:
-        SurgeryError: the header is invalid, or the file size does not match it.
+    Raises SurgeryError: the header is invalid, or the file size does not match it.
     """
     path = folder / file
     with disk_errors(path), open(path, "rb") as handle:
@@ -57,18 +56,13 @@ def read_header(folder: Path, file: str) -> dict[str, tuple[TensorInfo, int]]:
 def encode_header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """Encode the header for consecutive ``tensors``; return its bytes and each tensor's offset in the file.
 
-    Raises:
-        SurgeryError: the header is longer than readers accept.
+    Raises SurgeryError: the header is longer than readers accept.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, spec in tensors.items():
         start, end = end, end + spec.nbytes
-        header[name] = {
-            "dtype": NAME_OF_DTYPE[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": NAME_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that the data starts aligned
     if len(text) > MAX_HEADER_BYTES:

@@ -1,8 +1,7 @@
 """Atomic creation of an output folder.
 
 All files are written to ``<out>.partial``, which is renamed at the end. Its ledger lists every file before it is
-written, so that cleanup removes only these, and is locked while a process works. A subfolder, which never becomes part
-of the output, holds the state from which an interrupted run resumes.
+written, and is locked while a process works. A subfolder holds the state from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ _SPARE_BYTES = 64 * 10**6
 def check_output(source: Path, out: Path) -> None:
     """Refuse an output that would overwrite its source.
 
-    Raises:
-        SurgeryError: ``out`` (or the ``.partial`` folder next to it) is the source, lies inside it or contains it.
+    Raises SurgeryError: ``out`` (or the ``.partial`` folder next to it) is the source, lies inside it or contains it.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     check_encoding(out)
@@ -71,10 +69,8 @@ class NoSpace(SurgeryError):
 class Staging:
     """The staging folder ``partial`` that becomes ``out``.
 
-    The constructor only checks and changes nothing. Then call `create`, and `commit` or `discard`.
-
-    Raises:
-        SurgeryError: ``out`` exists, is not empty and may not be replaced, or ``out.partial`` is not ours.
+    The constructor only checks and changes nothing. Then call `create`, and `commit` or `discard`. Raises SurgeryError:
+    ``out`` exists, is not empty and may not be replaced, or ``out.partial`` is not ours.
     """
 
     def __init__(self, out: Path, *, overwrite: bool):
@@ -117,8 +113,7 @@ class Staging:
     def create(self, *, keep_unfinished: bool = False) -> None:
         """Create the empty partial folder and missing parents; clears a leftover, except unfinished work if kept.
 
-        Raises:
-            SurgeryError: the leftover contains a file that no run of this program wrote, or a disk error occurs.
+        Raises SurgeryError: the leftover contains a file that no run of this program wrote, or a disk error occurs.
         """
         try:
             with disk_errors(self.partial):
@@ -214,11 +209,7 @@ class Staging:
         return lambda path: is_more(path) or (is_listed(path) and not (excluded and path.startswith(f"{excluded}/")))
 
     def _clear(self, *, keep_unfinished: bool) -> bool:
-        """Remove all files of runs from the partial folder except the ledger, which still lists them if interrupted.
-
-        Returns:
-            Whether only the ledger is left.
-        """
+        """Remove all files of runs from the partial folder except the ledger; return whether only that is left."""
         if not keep_unfinished:
             self._remove_unfinished()
         remove_owned(self.partial, self._owned(excluded=UNFINISHED if keep_unfinished else ""))
@@ -274,8 +265,7 @@ class Staging:
 def check_out(out: Path, *, overwrite: bool) -> None:
     """Refuse an output folder that may not be created or replaced.
 
-    Raises:
-        SurgeryError: it is a file, exists without ``overwrite``, or contains files that this program did not write.
+    Raises SurgeryError: it is a file, exists without ``overwrite``, or contains files that this program did not write.
     """
     if not os.path.lexists(out):
         return

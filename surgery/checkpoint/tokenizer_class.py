@@ -30,12 +30,7 @@ SAMPLES = (
 def keep_tokens(source: Path, writer: CheckpointWriter) -> None:
     """Set the tokenizer class that transformers uses for the source, if the output would tokenize differently.
 
-    Args:
-        source: folder with the source's tokenizer and config.json.
-        writer: writer of the output, which has config.json and the copied tokenizer already.
-
-    Raises:
-        SurgeryError: the output tokenizes differently with that class too.
+    ``writer`` has config.json and the copied tokenizer already. Raises SurgeryError: it differs with that class too.
     """
     expected = _cutting(source)
     if expected is None or _cuts_alike(writer.partial, expected):

@@ -30,22 +30,11 @@ class Unfinished:
     is complete, or by ``restart``. A first run that fails leaves nothing, since it would fail again.
 
     Args:
-        source: source checkpoint, identified by its fingerprint. The fingerprint is taken from the earlier run if the
-            files are untouched since.
-        facts: all other inputs of the work, as plain values. Work with other facts, another source or another torch
-            version is refused.
-        progress: reporter for hashing and notes.
-        overwrite: as in `Staging`.
-        restart: discard existing work and start from scratch.
+        source: source checkpoint, identified by its fingerprint, which untouched files need not compute again.
+        facts: all other inputs of the work, as plain values. Work with other ones or another torch version is refused.
 
-    Attributes:
-        staging: staging of the output.
-        folder: folder for unfinished work, inside the context.
-        snapshots: states of the loops.
-        resumed: whether earlier work is resumed.
-
-    Raises:
-        SurgeryError: the output may not be written, another process is writing it, or the existing work is different.
+    Raises SurgeryError: the output may not be written, another process is writing it, or the existing work is
+    different.
     """
 
     def __init__(
@@ -96,8 +85,7 @@ class Unfinished:
     def _same_work(self) -> bool:
         """Return whether the existing work has the same source and facts.
 
-        Raises:
-            SurgeryError: it differs and has a state to resume from.
+        Raises SurgeryError: it differs and has a state to resume from.
         """
         record, facts = self._read_record()
         if not self._source.recall(record):

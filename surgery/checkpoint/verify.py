@@ -15,14 +15,8 @@ _SHOWN = 5
 def verify_files(path: str | Path, plan: Mapping[str, Described]) -> None:
     """Check that a folder contains exactly the planned tensors, with finite values, and a valid config.json.
 
-    Reads every byte of every float tensor.
-
-    Args:
-        path: the folder, ``.partial`` or final.
-        plan: dtype and shape of each tensor.
-
-    Raises:
-        SurgeryError: the folder cannot be opened or differs from the plan; lists the first differences.
+    Reads every byte. Raises SurgeryError: the folder cannot be opened or differs from the plan; lists the first
+    differences.
     """
     reader = CheckpointReader.open(Path(path))
     faults = [f"{name} is missing" for name in plan if name not in reader]

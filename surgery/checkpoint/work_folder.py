@@ -19,12 +19,7 @@ MARKER = ".surgery-work"
 
 
 class WorkFolder:
-    """Folder with a marker that distinguishes it from a user's folder.
-
-    Args:
-        path: path of the folder.
-        owned: returns the predicate of files that runs have written so far, except marker and lock.
-    """
+    """Folder with a marker that distinguishes it from a user's; ``owned`` returns the predicate of written files."""
 
     def __init__(self, path: Path, owned: Callable[[], IsOwned]):
         self.path, self._owned = path, owned
@@ -32,8 +27,7 @@ class WorkFolder:
     def open(self) -> None:
         """Create the folder, or reuse that of an earlier run.
 
-        Raises:
-            SurgeryError: the folder is not ours, or cannot be created.
+        Raises SurgeryError: the folder is not ours, or cannot be created.
         """
         marker = self.path / MARKER
         with disk_errors(self.path):
@@ -48,8 +42,7 @@ class WorkFolder:
     def clear(self) -> None:
         """Remove the files of earlier runs, to start from scratch.
 
-        Raises:
-            SurgeryError: the folder contains a foreign file; nothing is removed.
+        Raises SurgeryError: the folder contains a foreign file; nothing is removed.
         """
         with disk_errors(self.path):
             if (foreign := first_foreign(self.path, self._all())) is not None:

@@ -28,7 +28,6 @@ class CheckpointWriter:
     Leaving the context without a commit removes everything that was written.
 
     Args:
-        out: the output folder.
         plan: dtype and shape of every tensor, in the order of the files.
         max_shard_size: bytes of tensors per file, or ``5GB``, ``500MiB``; a larger tensor gets a separate file.
         overwrite: replace ``out`` if it is a result of this program or empty.
@@ -37,14 +36,7 @@ class CheckpointWriter:
         stored_names: names in the files, for tensors with other names in the plan.
         parts: stored tensors of quantized matrices that are copied without dequantization, by name in the plan.
 
-    Attributes:
-        out: the final folder.
-        partial: the folder until `commit`.
-        plan: dtype and shape of every tensor.
-
-    Raises:
-        SurgeryError: the plan cannot be stored, ``out`` may not be written, or the disk is too full. Nothing has been
-            written in this case.
+    Raises SurgeryError: the plan cannot be stored, ``out`` may not be written, or the disk is too full.
     """
 
     def __init__(
@@ -99,9 +91,8 @@ class CheckpointWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a planned tensor, from any device.
 
-        Raises:
-            SurgeryError: the tensor is not in the plan, was written before, has another dtype or shape, holds NaN or
-                infinity, or the disk is full.
+        Raises SurgeryError: it is not in the plan, was written before, has another dtype or shape, holds NaN or
+        infinity, or the disk is full.
         """
         self._check_planned(name, tensor)
         if name in self._parts:
@@ -113,8 +104,7 @@ class CheckpointWriter:
     def copy(self, name: str, reader: CheckpointReader) -> None:
         """Copy the bytes of a planned tensor from another checkpoint.
 
-        Raises:
-            SurgeryError: as `write`, or the other checkpoint lacks the tensor or cannot be read.
+        Raises SurgeryError as `write`, or the other checkpoint lacks the tensor or cannot be read.
         """
         self._check_planned(name, reader.info(name))
         stored = reader.as_stored if name in self._parts else reader
@@ -148,12 +138,9 @@ class CheckpointWriter:
         return [name for name in self.plan if name not in self._written]
 
     def finish(self) -> None:
-        """Flush the weights to disk; ``partial`` can then be opened by readers.
+        """Flush the weights to disk; ``partial`` can then be opened by readers, and other files may still be added.
 
-        Other files may still be added. `commit` calls this method.
-
-        Raises:
-            SurgeryError: planned tensors were not written, or the disk is full.
+        Raises SurgeryError: planned tensors were not written, or the disk is full.
         """
         self._require_open()
         if missing := self.missing():
@@ -163,8 +150,7 @@ class CheckpointWriter:
     def commit(self) -> None:
         """Rename ``partial`` to ``out``; an older checkpoint is removed after that.
 
-        Raises:
-            SurgeryError: as `finish`, or the rename failed; an older checkpoint is then restored.
+        Raises SurgeryError as `finish`, or the rename failed; an older checkpoint is then restored.
         """
         self.finish()
         self._staging.commit()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -36,10 +38,9 @@ VERBOSE_OPTION: dict[str, Any] = {
     "verbose": (
         False,
         Annotated[
-            bool,
-            typer.Option("--verbose", "-v", help="Print lines with times and memory instead of progress bars."),
+            bool, typer.Option("--verbose", "-v", help="Print lines with times and memory instead of progress bars.")
         ],
-    ),
+    )
 }
 """Option of long commands: name, default and annotation."""
 
@@ -57,7 +58,7 @@ FOLLOWED: dict[str, Any] = {
             ),
             ADVANCED,
         ],
-    ),
+    )
 }
 """Option of commands that read checkpoints."""
 READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",), ("eval",), ("verify",), ("doctor",)}
@@ -173,14 +174,8 @@ def _shared(
     """Wrap a command function with --quiet, --help-all, and --verbose and link options if given."""
 
     @wraps(function)
-    def called(
-        quiet: bool,
-        help_all: bool,
-        follow_links: bool = False,
-        **values: Any,
-    ) -> None:
+    def called(quiet: bool, help_all: bool, follow_links: bool = False, **values: Any) -> None:
         from surgery.checkpoint.layout import FOLLOW_LINKS
-        from surgery.common.environment import environment
         from surgery.common.progress import QUIET, VERBOSE
 
         # `surgery inspect` has a --verbose of its own.
@@ -200,3 +195,18 @@ def _shared(
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     setattr(called, ADVANCED, [each.name for each in parameters if ADVANCED in get_args(each.annotation)])
     return called
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set environment variables for the block and restore their previous values at its end."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -75,11 +75,7 @@ def convert(
     options: OptionValues,
     to: Annotated[
         str | None,
-        option(
-            "--to",
-            "NAME",
-            f"Target structure: {described()}. With --help, shows its options. [{DEFAULT}]",
-        ),
+        option("--to", "NAME", f"Target structure: {described()}. With --help, shows its options. [{DEFAULT}]"),
     ] = None,
     out: Annotated[Path | None, option("--out", "DIR", "Folder to write. [CKPT-TARGET, next to it]", OUTPUT)] = None,
     overwrite: OverwriteOption = False,

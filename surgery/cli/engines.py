@@ -30,7 +30,7 @@ def doctor(
         surgery doctor --gpu
     """
     if checkpoint is None:
-        from surgery.console.machine import show_machine
+        from surgery.console.engines import show_machine
 
         show_machine(gpu=gpu, as_json=as_json)
         return
@@ -41,7 +41,7 @@ def doctor(
     checkpoint = find_model(checkpoint)
 
     from surgery.console.engines import show_doctor
-    from surgery.engines.diagnosis import diagnose
+    from surgery.engines.table import diagnose
     from surgery.running.source_check import open_source
 
     open_source(checkpoint)

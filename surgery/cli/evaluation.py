@@ -33,9 +33,7 @@ def evaluate(
     baseline: Annotated[
         str | None,
         option(
-            "--baseline",
-            "SRC|builtin|smollm2",
-            "Model to compare with, usually the source; builtin is the demo model.",
+            "--baseline", "SRC|builtin|smollm2", "Model to compare with, usually the source; builtin is the demo model."
         ),
     ] = None,
     out: Annotated[Path | None, option("--out", "DIR", "Folder of results and report. [CKPT-eval]", OUTPUT)] = None,

@@ -187,8 +187,7 @@ def _rank(panel: str) -> int:
 def _pop_value(option: SettingOption, values: dict[str, Any]) -> Any:
     """Remove an option's value from the values of all parameters and return it.
 
-    Raises:
-        SurgeryError: the option is given by two of its flags.
+    Raises SurgeryError: the option is given by two of its flags.
     """
     flags = {option.key: option.flag, **option.old}
     by_flag = {flag: value for key, flag in flags.items() if (value := values.pop(key)) not in (None, [])}

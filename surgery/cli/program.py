@@ -65,9 +65,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def version_callback(
-    version: Annotated[bool, flag("--version", "Print the version and exit.")] = False,
-) -> None:
+def version_callback(version: Annotated[bool, flag("--version", "Print the version and exit.")] = False) -> None:
     if version:
         print(__version__)
         raise typer.Exit()

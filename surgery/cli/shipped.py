@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict
 from typing import Annotated
 
@@ -9,8 +10,7 @@ import typer
 
 from surgery.cli.options import flag
 from surgery.common.errors import SurgeryError
-from surgery.common.setting import did_you_mean
-from surgery.common.settings_page import settings_page
+from surgery.common.setting import Setting, did_you_mean, settings_of
 from surgery.common.shipped import Kind, shipped
 from surgery.common.standard_output import printing
 from surgery.evaluation.settings import EvalSettings
@@ -57,8 +57,7 @@ def config(
 def config_page(name: str) -> str:
     """Return the generated settings file of a target or command, or a shipped settings file or recipe.
 
-    Raises:
-        SurgeryError: the name is unknown.
+    Raises SurgeryError: the name is unknown.
     """
     classes = {
         each.name: (each.settings_class, f"`surgery convert --to {each.name}`") for each in TARGETS.working().values()
@@ -89,3 +88,44 @@ def show_shipped(kind: Kind, *, as_json: bool) -> None:
     usage = "surgery run NAME --dry-run" if kind == "recipes" else "surgery convert CKPT --config NAME --dry-run"
     commands = {usage: "estimates memory, disk and time", "surgery config NAME > my.yaml": "a copy to edit"}
     show_next(page, [f"{command:{len(usage)}}   {why}" for command, why in commands.items()])
+
+
+WIDTH = 118
+
+
+def settings_page(cls: type, of: str) -> str:
+    """Render the settings file.
+
+    Args:
+        cls: a settings class.
+        of: command or target that it configures, such as "`surgery eval`".
+    """
+    sections: dict[str, list[Setting]] = {}
+    for each in settings_of(cls).values():
+        sections.setdefault(each.info.section, []).append(each)
+    lines = _comment(f"Every setting of {of}, with its default. Use it with --config; flags win over it.")
+    for section, settings in sections.items():
+        lines += ["", f"## {section}"]
+        for each in settings:
+            lines += [*_comment(_about(each)), _line(each)]
+    return "\n".join(lines) + "\n"
+
+
+def _about(setting: Setting) -> str:
+    info, choices = setting.info, ", ".join(map(str, setting.choices))
+    parts = [info.help, choices and f"One of {choices}." if not setting.many else choices and f"Of {choices}."]
+    if setting.optional and setting.default is None and info.unset:
+        parts.append(f"null: {info.unset}.")
+    return " ".join(part for part in (*parts, info.more) if part)
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def _line(setting: Setting) -> str:
+    import yaml
+
+    value = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+    value_text = yaml.safe_dump(value, default_flow_style=True, width=10 * WIDTH).removesuffix("...\n").rstrip()
+    return f"{setting.name}: {value_text}"

@@ -55,12 +55,6 @@ def slice_(
     from surgery.structures.request import ConversionRequest
 
     request = ConversionRequest(
-        source,
-        out,
-        settings,
-        overwrite=overwrite,
-        keep_code=keep_code,
-        command=command_line(),
-        restart=restart,
+        source, out, settings, overwrite=overwrite, keep_code=keep_code, command=command_line(), restart=restart
     )
     show_conversion(converter.convert(request, progress=Progress()), as_json=as_json)

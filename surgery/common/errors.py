@@ -20,8 +20,7 @@ class SurgeryError(Exception):
     exits with 1. Control characters are escaped and long messages are shortened.
 
     Attributes:
-        setting: name of the invalid setting, without dashes; None if no setting is at fault.
-        flag: the setting's flag, if it came from the command line.
+        setting, flag: name of the invalid setting, without dashes, and its flag, if it came from the command line.
         path: the file or folder at fault.
         hint: a valid value or command to use instead, if known.
         shared: whether all processes of a distributed run raise it; only the main one prints it.

@@ -33,8 +33,7 @@ def try_lock(file: IO | int) -> Lock:
 def hold(path: Path, output: Path, option: str = "--out") -> IO:
     """Open and lock a file, creating it if needed; closing it releases the lock.
 
-    Args:
-        output, option: output path that the lock guards, and the flag to choose another, for the error message.
+    ``output`` and ``option``, its flag, are for the error message.
 
     Raises:
         SurgeryError: another process holds the lock.

@@ -26,8 +26,7 @@ class FileSettings:
     def from_file(cls, path: str | Path, **overrides: Any) -> Self:
         """Read settings from a YAML file; ``overrides`` that are not None take precedence.
 
-        Raises:
-            SurgeryError: the file cannot be read, or contains an unknown setting.
+        Raises SurgeryError: the file cannot be read, or contains an unknown setting.
         """
         values = {name: value for name, value in overrides.items() if value is not None}
         return cls.from_mapping({**read_mapping(path), **values}, str(path))
@@ -36,8 +35,7 @@ class FileSettings:
     def from_mapping(cls, values: Mapping[str, Any], where: str) -> Self:
         """Build settings from a mapping of names to values; ``where`` names the origin in error messages.
 
-        Raises:
-            SurgeryError: a name is unknown, or a value is not allowed.
+        Raises SurgeryError: a name is unknown, or a value is not allowed.
         """
         names = names_of(cls)
         for name in values:
@@ -55,8 +53,7 @@ class FileSettings:
 def typed(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Convert values to the types of a dataclass's fields.
 
-    Raises:
-        SurgeryError: a value cannot be converted; the message names the expected type.
+    Raises SurgeryError: a value cannot be converted; the message names the expected type.
     """
     settings = settings_of(cls)
     return {name: settings[name].converted(value, f"{where}: {name}") for name, value in values.items()}
@@ -65,8 +62,7 @@ def typed(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """Read a YAML file whose top level is a mapping; {} for an empty file.
 
-    Raises:
-        SurgeryError: the file cannot be read, or its top level is not a mapping.
+    Raises SurgeryError: the file cannot be read, or its top level is not a mapping.
     """
     read = read_yaml(path) or {}
     if not isinstance(read, dict):
@@ -81,9 +77,8 @@ MOST_VALUES = 100_000
 def read_yaml(path: str | Path) -> Any:
     """Read a YAML file as plain values; None for an empty file.
 
-    Raises:
-        SurgeryError: the file cannot be read, is invalid YAML, contains Python objects, or its aliases expand to too
-            many values.
+    Raises SurgeryError: the file cannot be read, is invalid YAML, contains Python objects, or its aliases expand to too
+    many values.
     """
     import yaml
 

@@ -31,13 +31,9 @@ def duration(seconds: float) -> str:
 
 
 def seconds_of(text: str | float, option: str) -> float:
-    """Parse a duration such as ``300``, ``300s``, ``5m`` or ``1h30m`` to seconds.
+    """Parse a duration such as ``300``, ``300s``, ``5m`` or ``1h30m``, passed to the flag ``option``, to seconds.
 
-    Args:
-        option: the flag that it was passed to, for the error message.
-
-    Raises:
-        SurgeryError: the text is not a duration, or is zero.
+    Raises SurgeryError: the text is not a duration, or is zero.
     """
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", str(text))
     hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
@@ -102,12 +98,7 @@ def share(value: float | None) -> str:
 
 
 def shares_at(ratios: Mapping[str, float] | None, ratio: float) -> str:
-    """Format a KV ratio, by context length if it depends on it: "52.1% at 4k, 21.0% at 32k".
-
-    Args:
-        ratios: KV ratio by number of tokens, or None.
-        ratio: the only value shown if all ``ratios`` are within 5% of it, or unknown.
-    """
+    """Format a KV ratio, by context length if it depends on it by over 5%: "52.1% at 4k, 21.0% at 32k"."""
     if not ratios or all(abs(each - ratio) <= 0.05 * ratio for each in ratios.values()):
         return share(ratio)
     names = {tokens: f"{int(tokens) // 1024}k" if int(tokens) % 1024 == 0 else f"{int(tokens):,}" for tokens in ratios}

@@ -42,11 +42,7 @@ def _holds_files(path: Path) -> bool:
 
 
 class Interruption:
-    """The signal that stopped a block.
-
-    Attributes:
-        signal: SIGINT, SIGTERM or SIGHUP; None if the block was not interrupted.
-    """
+    """The signal that stopped a block: SIGINT, SIGTERM or SIGHUP; None if it was not interrupted."""
 
     signal: int | None = None
 

@@ -13,10 +13,7 @@ Self = TypeVar("Self", bound="LayerFiles")
 class LayerFiles:
     """Context manager over a folder with one file per layer.
 
-    Args:
-        kind: kind of files, for the folder's name.
-        parent: folder in which the files stay, created if needed; None for a temporary folder below ``TMPDIR`` that
-            is removed at the end.
+    Files of a kind stay in ``parent``, or in a temporary folder below ``TMPDIR`` that is removed at the end.
     """
 
     def __init__(self, kind: str, parent: Path | None = None):

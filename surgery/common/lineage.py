@@ -15,9 +15,7 @@ def lineage(report: Mapping[str, Any]) -> str:
     """Compute the lineage of a conversion report: its target, and a hash of its source and settings.
 
     The report of a healed checkpoint still has both; a published report, whose settings lack folders, stores the id.
-
-    Raises:
-        KeyError: this is not a conversion report.
+    Raises KeyError: this is not a conversion report.
     """
     if isinstance(report.get("lineage"), str):
         return report["lineage"]

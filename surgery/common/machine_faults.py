@@ -49,11 +49,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def check_working_folder() -> None:
-    """Check that the working folder exists.
-
-    Raises:
-        SurgeryError: it was deleted.
-    """
+    """Check that the working folder exists. Raises SurgeryError: it was deleted."""
     try:
         os.getcwd()
     except OSError as error:

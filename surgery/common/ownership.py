@@ -76,8 +76,7 @@ def first_foreign(folder: Path, is_owned: IsOwned) -> str | None:
 def remove_owned(folder: Path, is_owned: IsOwned) -> str | None:
     """Remove this program's files below a folder, and the folder itself if nothing remains.
 
-    Returns:
-        The first path that stays because this program did not write it; None if the folder is gone.
+    Returns the first path that stays because this program did not write it; None if the folder is gone.
     """
     stays = None
     for path, is_ours in list(_walk(folder, is_owned)):
@@ -105,23 +104,17 @@ def inventory(folder: Path, excluded: Iterable[str] = ()) -> dict[str, str | Non
 def check_replaceable(folder: Path) -> None:
     """Check that a folder holds nothing but a result of this program and may be replaced.
 
-    Raises:
-        SurgeryError: it holds another file; names the first.
+    Raises SurgeryError: it holds another file; names the first.
     """
     _, foreign = owned_result(folder)
     if foreign is not None:
         raise SurgeryError.at(
-            folder,
-            f"contains files that surgery did not write, first {foreign}; move it away or choose another --out",
+            folder, f"contains files that surgery did not write, first {foreign}; move it away or choose another --out"
         )
 
 
 def owned_result(folder: Path, *more: str) -> tuple[IsOwned, str | None]:
-    """Return the ownership predicate of a result folder and the first path that this program did not write.
-
-    Args:
-        more: names of additional files that belong to this program.
-    """
+    """Return a predicate that owns a result folder's files, and ``more`` names, and the first path that is not ours."""
     first: tuple[IsOwned, str | None] | None = None
     for name in RECORDS:
         is_owned = _recorded(folder, name, more)
@@ -138,9 +131,7 @@ def check_file(path: Path, *, overwrite: bool, option: str = "--out") -> None:
     """Check that a single output file may be written. This rule applies to the files of all commands.
 
     An existing file is replaced only with ``--overwrite``, and only if this program wrote it. Links are not followed.
-
-    Raises:
-        SurgeryError: the file may not be written.
+    Raises SurgeryError: the file may not be written.
     """
     if not os.path.lexists(path):
         return
@@ -185,9 +176,6 @@ class Ledger:
     """Ledger of a folder of unfinished work: the processes that write there, and patterns of their files.
 
     A line is written before its file is created, so that the ledger lists every file that a killed process leaves.
-
-    Args:
-        path: path of the ledger.
     """
 
     def __init__(self, path: Path):

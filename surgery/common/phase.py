@@ -16,11 +16,8 @@ SAMPLED_EVERY, TOLD_EVERY = 0.1, 60.0
 class Phase:
     """Phase that a background thread monitors from construction until :meth:`end`.
 
-    Attributes:
-        done, total: amounts in units; the total is None if unknown.
-        seconds: elapsed time; the duration once the phase has ended.
-        peak_bytes: peak resident memory of the process during the phase: exact if it is a new maximum of the process,
-            otherwise the largest sample.
+    ``done`` and ``total``, None if unknown, are in units. ``peak_bytes`` is the peak resident memory during the phase:
+    exact if it is a new maximum of the process, otherwise the largest sample.
     """
 
     def __init__(self, name: str, total: int | None, unit: str, going: Callable[[Phase], None]):
@@ -62,11 +59,7 @@ class Phase:
         return f"{self.done:,}{of} {_plural(self.unit, self.total if of else self.done)}"
 
     def left(self, already: int) -> float | None:
-        """Estimate the remaining seconds from the pace so far; None if unknown.
-
-        Args:
-            already: units that an earlier run had finished, which took no time.
-        """
+        """Estimate the remaining seconds from the pace so far; None if unknown. ``already`` done units took no time."""
         if self.total is None or self.done <= already:
             return None
         return self.seconds * (self.total - self.done) / (self.done - already)

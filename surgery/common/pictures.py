@@ -19,8 +19,7 @@ _MARKED = {"png": "Software", "svg": "Creator", "pdf": "Creator"}
 def check_picture(path: Path) -> str:
     """Return the picture format for a path's suffix.
 
-    Raises:
-        SurgeryError: the format is not supported: it cannot carry our mark.
+    Raises SurgeryError: the format is not supported: it cannot carry our mark.
     """
     kind = path.suffix.lower().removeprefix(".")
     if kind not in _MARKED:
@@ -35,13 +34,9 @@ def marking(kind: str) -> dict[str, str]:
 
 class _Text(str):
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the text to a file.
+        """Write the text to a file; ``overwrite`` replaces a file that this program wrote.
 
-        Args:
-            overwrite: replace a file that this program wrote.
-
-        Raises:
-            SurgeryError: an existing file may not be replaced, or the file cannot be written.
+        Raises SurgeryError: an existing file may not be replaced, or the file cannot be written.
         """
         path = Path(path)
         check_file(path, overwrite=overwrite, option="path")

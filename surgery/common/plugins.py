@@ -38,12 +38,9 @@ def added(kind: str) -> tuple[str, ...]:
 
 
 class Registry(Mapping[str, Kind], Generic[Kind]):
-    """Mapping from names to the plug-ins of one kind.
+    """Mapping from names to the plug-ins of one kind, a plural noun as in the entry-point group ``model_surgery.KIND``.
 
-    Args:
-        kind: plural noun, as in the entry-point group ``model_surgery.KIND``.
-        own: built-in objects; their names cannot be registered again.
-        of: class that all objects must be instances of, if any.
+    Names of built-in objects cannot be registered again; all objects must be instances of ``of``, if any.
     """
 
     def __init__(self, kind: str, own: Mapping[str, Kind], of: type[Kind] | None = None):
@@ -52,8 +49,7 @@ class Registry(Mapping[str, Kind], Generic[Kind]):
     def register(self, name: str, thing: Kind) -> None:
         """Register an object under a new name.
 
-        Raises:
-            SurgeryError: the name is taken, or the object is not an instance of the required class.
+        Raises SurgeryError: the name is taken, or the object is not an instance of the required class.
         """
         if name in self:
             raise SurgeryError(f"{self._kind}: {name!r} is already registered; choose another name")

@@ -30,12 +30,7 @@ PATH_FIELDS = frozenset(
 
 
 def without_folders(value: Any, field: str = "") -> Any:
-    """Remove the folders from the paths in a report or a log: ``/home/me/text.txt`` becomes ``text.txt``.
-
-    Args:
-        value: any JSON value.
-        field: the value's key, if it has one.
-    """
+    """Remove the folders from paths in a JSON value, of key ``field``: ``/home/me/text.txt`` becomes ``text.txt``."""
     if isinstance(value, dict):
         return {text_without_folders(str(name)): without_folders(each, str(name)) for name, each in value.items()}
     if isinstance(value, list):

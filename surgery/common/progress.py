@@ -26,12 +26,9 @@ VERBOSE = {"SURGERY_VERBOSE": "1"}
 
 
 class Progress:
-    """Reporter of the phases of long work, with the time and memory of each.
+    """Reporter of the phases of long work, with the seconds and peak memory of each, in order.
 
-    Attributes:
-        seconds: wall-clock seconds of every finished phase, in order.
-        peaks: peak resident memory during each phase, in bytes.
-        expected: amounts of work by phase name, in order, as passed to :meth:`expect`.
+    ``expected`` are amounts of work by phase name, as passed to :meth:`expect`.
     """
 
     def __init__(self, *, silent: bool = False, positions: tuple[str, ...] = (), is_step: bool = False):
@@ -121,11 +118,7 @@ class Progress:
         return self.expected.get(phase.name, 0.0) * units / phase.total if phase.total else 0.0
 
     def _left(self, phase: Phase, already: int) -> float | None:
-        """Estimate the seconds left for this and the expected later phases from the pace so far; None if unknown.
-
-        Args:
-            already: units of the phase that an earlier run had finished, which took no time.
-        """
+        """Estimate the seconds left for this and the expected later phases from the pace so far; None if unknown."""
         worked = self._worked + self._work(phase, phase.done - already)
         if phase.name not in self.expected or not worked:
             return None

@@ -1,6 +1,6 @@
 """Definition of a setting in a single place: a dataclass field with its name, type and default, and :func:`setting`.
 
-Validation, command-line options (surgery.cli.generated) and default settings files (surgery.common.settings_page) are
+Validation, command-line options (surgery.cli.generated) and default settings files (surgery.cli.shipped) are
 generated from the fields. Frozen dataclasses are used instead of pydantic: importing pydantic with one model takes
 0.4 s, as long as all of `surgery --help`; settings are copied with `dataclasses.replace`; and pydantic's messages would
 have to be rewritten as single lines.
@@ -77,11 +77,8 @@ def setting(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, *
 class Setting:
     """A field of a settings class.
 
-    Attributes:
-        kinds: allowed types; empty: any value passes.
-        listed: values of a Literal type; ``choices`` adds plug-ins.
-        optional: whether None is allowed.
-        many: whether the field is a tuple of values.
+    ``kinds`` are the allowed types, empty if any value passes; ``listed`` are those of a Literal, to which ``choices``
+    adds plug-ins; ``optional``: whether None is allowed; ``many``: whether the field is a tuple.
     """
 
     name: str
@@ -104,8 +101,7 @@ class Setting:
     def parse(self, value: Any) -> Any:
         """Convert a value to the field's type and check its limits.
 
-        Raises:
-            SurgeryError: the value has the wrong type or exceeds a limit.
+        Raises SurgeryError: the value has the wrong type or exceeds a limit.
         """
         value = self.converted(value, self.name)
         for each in value if self.many else (value,):
@@ -116,8 +112,7 @@ class Setting:
     def converted(self, value: Any, called: str) -> Any:
         """Convert a value to the field's type, since YAML reads 1e4 as text and 1.0e4 as a float.
 
-        Raises:
-            SurgeryError: the value cannot be converted.
+        Raises SurgeryError: the value cannot be converted.
         """
         try:
             if not self.many:
@@ -242,11 +237,7 @@ def shown(value: Any) -> str:
 
 
 def whole_number(value: Any) -> int:
-    """Parse an integer, spellings such as 1e4 included.
-
-    Raises:
-        ValueError: the value is not an integer.
-    """
+    """Parse an integer, spellings such as 1e4 included. Raises ValueError: the value is not an integer."""
     number = float(value)
     if not number.is_integer():
         raise ValueError

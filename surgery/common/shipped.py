@@ -34,11 +34,7 @@ def shipped(kind: Kind) -> list[Shipped]:
 
 
 def find_shipped(name: str | Path, kind: Kind) -> Path:
-    """Find a file by path, or a shipped file by name.
-
-    Raises:
-        SurgeryError: neither exists.
-    """
+    """Find a file by path, or a shipped file by name. Raises SurgeryError: neither exists."""
     path = Path(name).expanduser()
     if path.is_file():
         return path

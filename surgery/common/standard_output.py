@@ -37,8 +37,7 @@ def leave_unread() -> None:
 def printing() -> Iterator[None]:
     """Flush the output of the block. A reader that closes the pipe early, as ``head`` does, is not an error.
 
-    Raises:
-        SurgeryError: standard output cannot be written.
+    Raises SurgeryError: standard output cannot be written.
     """
     try:
         yield

@@ -21,16 +21,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class TemporaryFolder:
-    """Folder below ``TMPDIR`` that is removed with this object, at the latest at process exit.
+    """Folder below ``TMPDIR`` that is removed with this object, at the latest at process exit, or by ``remove()``.
 
-    Args:
-        kind: kind of content, for the folder's name.
-
-    Attributes:
-        remove: callable that removes the folder now.
-
-    Raises:
-        SurgeryError: the folder cannot be created.
+    Raises SurgeryError: the folder cannot be created.
     """
 
     def __init__(self, kind: str):

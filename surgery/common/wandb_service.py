@@ -17,14 +17,9 @@ def init_mode(mode: str) -> str | None:
 
 
 def check_wandb(mode: str, setting: str, *, connect: bool = False) -> None:
-    """Check that wandb is installed and, if it will log online, has a key.
+    """Check that wandb is installed and, if it will log online, has a key, which the service accepts if asked.
 
-    Args:
-        setting: name of the setting that selects wandb, for the error.
-        connect: whether to check that the service accepts the key, too.
-
-    Raises:
-        SurgeryError: the check failed.
+    Raises SurgeryError about ``setting``: the check failed.
     """
     try:
         import wandb

@@ -70,14 +70,9 @@ def _flow_rows(kv: dict) -> list[tuple[str, str, str]]:
 
 
 def show_plan(plan, called: str, healing=None, *, as_json: bool = False) -> None:
-    """Print the dry run of a conversion (:class:`surgery.structures.dry_run.ConversionPlan`).
+    """Print the dry run of a conversion of the source ``called`` so, and of its healing, if any.
 
-    Args:
-        called: name of the source on the command line.
-        healing: dry run of its healing (:class:`surgery.healing.dry_run.HealingPlan`), if any.
-
-    Raises:
-        SurgeryError: the conversion would fail with this error; raised after printing.
+    Raises SurgeryError: the conversion would fail with this error; raised after printing.
     """
     if as_json:
         print_json({**plan.to_dict(), **({"healing": asdict(healing)} if healing else {})})

@@ -10,15 +10,17 @@ from rich.console import Console
 
 from surgery.checkpoint.named_models import name_of
 from surgery.common.human import per_token, size
+from surgery.common.machine import machine_facts
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import show_ruin
 from surgery.engines.table import ANY
 from surgery.engines.verdict import Verdict
+from surgery.version import __version__
 
 
 def show_doctor(diagnosis, *, as_json: bool = False) -> None:
-    """Print the engines that load a checkpoint or refuse it (:class:`surgery.engines.diagnosis.Diagnosis`)."""
+    """Print the engines that load a checkpoint or refuse it (:class:`surgery.engines.table.Diagnosis`)."""
     if as_json:
         print_json(diagnosis.to_dict())
         return
@@ -62,3 +64,20 @@ def _allocation(verdict: Verdict) -> str | None:
         return None
     once = verdict.cache_bytes_per_request
     return per_token(verdict.cache_bytes_per_token) + (f" + {size(once)} per request" if once else "")
+
+
+def show_machine(*, gpu: bool, as_json: bool) -> None:
+    """Print versions, cores and memory, and with ``gpu`` accelerators, which imports torch; no paths or names."""
+    facts = {"surgery": __version__, **machine_facts(gpu=gpu)}
+    if as_json:
+        print_json(facts)
+        return
+    memory = f"{size(facts['memory_bytes'])}, {size(facts['memory_available_bytes'])} available"
+    rows = [("surgery", facts["surgery"]), ("python", facts["python"]), ("system", facts["system"])]
+    rows += [("cores", str(facts["cores"])), ("memory", memory)]
+    rows += [*facts["environment"].items(), *facts["packages"].items()]
+    for each in facts.get("accelerators", []):
+        rows.append((each["name"], f"{size(each['memory_bytes'])}, sm {each['capability']}, CUDA {each['cuda']}"))
+    if facts.get("accelerators") == []:
+        rows.append(("accelerators", "none"))
+    new_page().print(make_table(["", Column("", align="left")], rows, header=False))

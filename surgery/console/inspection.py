@@ -19,12 +19,9 @@ from surgery.inspection.targets import COMMAND
 def show_inspection(
     inspection, called: str = "CKPT", *, as_json: bool = False, verbose: bool = False, titled: bool = True
 ) -> None:
-    """Print an inspection (:class:`surgery.inspection.inspect.Inspection`).
+    """Print an inspection; ``called`` names the checkpoint in commands, ``titled`` prints it first.
 
-    Args:
-        called: name of the checkpoint in suggested commands.
-        verbose: whether to print the reasons of each target's class and the verdicts of all engines.
-        titled: whether to print the checkpoint's name as the first line.
+    If verbose, with the reasons of each target's class and the verdicts of all engines.
     """
     if as_json:
         print_json(inspection.to_dict())

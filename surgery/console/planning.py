@@ -51,10 +51,11 @@ def show_plan_of_budget(plan, plan_path: Path | None, plot: Path | None, *, as_j
     ]
     page.print(make_table(columns, rows))
     _show_refused(page, plan.refused)
+    texts = " or ".join(map(str, sorted({len(row.by_text) for row in plan.rows})))  # rows may differ
     recall = "" if plan.source["recall"] is None else f"; the source's recall {decimal(plan.source['recall'], 2)}"
     page.print(
         f"[dim]Δ loss in nats per token over the source's {with_perplexity(plan.source['loss'])}, on "
-        f"{_texts(plan)} texts (±: half of the 80% interval for other text){recall}; "
+        f"{texts} texts (±: half of the 80% interval for other text){recall}; "
         "· lower loss than all smaller rows; other engines: those that load it, in addition to transformers[/dim]",
         soft_wrap=True,
     )
@@ -138,11 +139,6 @@ def _next_best(plan) -> str:
     if other is None:
         return ""
     return f"; next best: {plain(other.name)} {cost(other.loss_increase)}, {size(other.kv_bytes)}"
-
-
-def _texts(plan) -> str:
-    """Format the number of texts that rows were measured on; several numbers if rows differ."""
-    return " or ".join(map(str, sorted({len(row.by_text) for row in plan.rows})))
 
 
 def _reason(plan) -> str:

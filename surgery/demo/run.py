@@ -26,9 +26,7 @@ class DemoModel:
     """Model of the demo, with settings that take minutes on two cores.
 
     Attributes:
-        kv_ratio: default share of the KV bytes to keep.
-        question: user message in the model's chat template; None prompts for the key of the first recall prompt, since
-            a model that small writes little sense.
+        question: user message in the model's chat template; None prompts for the key of the first recall prompt.
         settings: settings of the conversion, where the defaults would take too long.
         windows, prompts: numbers of held-out windows for the loss, and of recall prompts, each of ``length`` tokens.
     """
@@ -56,14 +54,9 @@ DEMO_MODELS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurement of one checkpoint by stock transformers.
+    """Measurement of one checkpoint by stock transformers: loss in nats per token, in float32, and recall.
 
-    Attributes:
-        model_class: class of the loaded model.
-        kv_bytes_per_token: growth of the live cache, in the checkpoint's dtype.
-        loss: nats per token on held-out text, in float32.
-        recall: share of planted five-digit keys that are found.
-        completion: greedy answer to the prompt.
+    ``kv_bytes_per_token`` is the growth of the live cache, in the checkpoint's dtype.
     """
 
     model_class: str
@@ -97,16 +90,10 @@ def run_demo(
     overwrite: bool = False,
     as_json: bool = False,
 ) -> Demo:
-    """Convert a model to ``out``, measure source and result in a process without this package, and print the result.
+    """Convert a model of ``DEMO_MODELS``, measure source and result in a process without this package, and print.
 
-    A conversion with the same settings that exists in ``out`` is measured again.
-
-    Args:
-        model: a name in ``DEMO_MODELS``.
-        kv_ratio: share of the KV bytes to keep; None for the default of the model.
-
-    Raises:
-        SurgeryError: the model is unknown, the conversion failed, or the measuring process failed.
+    A conversion with the same settings that exists in ``out`` is measured again. Raises SurgeryError: the model is
+    unknown, the conversion failed, or the measuring process failed.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.common.progress import Progress
@@ -141,10 +128,8 @@ def run_demo(
 def measure_with_stock_transformers(checkpoints: list[Path], demo_model: DemoModel) -> tuple[str, list[Measured]]:
     """Measure checkpoints in a process that does not import this package; return the prompt and the measurements.
 
-    All checkpoints are measured with the tokenizer of the first one.
-
-    Raises:
-        SurgeryError: the process failed; the message has the last line of its output.
+    All checkpoints are measured with the tokenizer of the first one. Raises SurgeryError: the process failed; the
+    message has the last line of its output.
     """
     from safetensors.torch import save_file
 

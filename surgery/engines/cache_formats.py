@@ -26,13 +26,9 @@ NOT_TRIED = "not tried"
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Cache format of an engine.
+    """Cache format of an engine, of keys and values, with the server flags that select it.
 
-    Attributes:
-        keys, values: format of keys and of values.
-        flags: server flags that select it.
-        status: verification of the simulated arithmetic.
-        skips_layers: whether chosen layers can stay in full precision.
+    ``status`` says how the simulated arithmetic was verified; ``skips_layers``: whether chosen layers can stay exact.
     """
 
     keys: str
@@ -79,11 +75,7 @@ CACHE_FORMATS: dict[str, tuple[CacheFormat, ...]] = {
 
 
 def cache_formats(engine: str) -> tuple[CacheFormat, ...]:
-    """Return the cache formats of an engine.
-
-    Raises:
-        SurgeryError: no format of the engine is simulated.
-    """
+    """Return the cache formats of an engine. Raises SurgeryError: no format of the engine is simulated."""
     if engine == "all":
         raise SurgeryError("cache formats differ between engines; choose one engine", setting="engine")
     if engine not in CACHE_FORMATS:

@@ -39,8 +39,7 @@ class MLALimits:
 def mla_limits(engine: str, head_dim: int, value_dim: int) -> MLALimits:
     """Return an engine's MLA limits for heads of ``head_dim`` nope dims and ``value_dim`` value dims.
 
-    Raises:
-        SurgeryError: the heads are larger than the engine supports.
+    Raises SurgeryError: the heads are larger than the engine supports.
     """
     tied = engine not in ("mlx", "all")
     if engine in ("llama.cpp", "mlx"):

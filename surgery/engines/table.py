@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +83,46 @@ def support_lines(engines: dict[str, Any]) -> dict[str, str]:
 def refuse_unless_loadable(engine: str, config: dict[str, Any]) -> None:
     """Check that the engine of ``--engine`` can serve a result.
 
-    Raises:
-        SurgeryError: the engine refuses it, or its own class would compute different outputs.
+    Raises SurgeryError: the engine refuses it, or its own class would compute different outputs.
     """
     for verdict in verdicts(config):
         if verdict.engine in ASKED[engine] and (verdict.status == REFUSED or verdict.remedy):
             message = f"{verdict.engine} cannot serve it: {verdict.reason}"
             hint = "surgery inspect, which lists the conversions that it supports"
             raise SurgeryError(f"--engine {engine}: {message}", setting="engine", hint=hint)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Verdicts of all engines on one checkpoint.
+
+    Attributes:
+        ruined_by: weight or cache formats in which the checkpoint produces garbage, as far as its tensors show.
+    """
+
+    path: str
+    facts: Facts
+    verdicts: tuple[Verdict, ...]
+    ruined_by: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        engines = [verdict.to_dict() for verdict in self.verdicts]
+        facts = {"path": self.path, "kind": self.facts.kind, **asdict(self.facts)}
+        return {**facts, "engines": engines, "ruined_by": list(self.ruined_by)}
+
+
+def diagnose(checkpoint: str | Path) -> Diagnosis:
+    """Collect the engines' verdicts from config.json, and for stock MLA ruinous formats from the latent projections.
+
+    Raises SurgeryError: there is no checkpoint, or its config lacks an entry that the verdicts need.
+    """
+    from surgery.checkpoint import CheckpointReader  # needs torch, which errors at first sight do not load
+    from surgery.engines.number_formats import ruinous_formats
+
+    opened = CheckpointReader.open(checkpoint)
+    reader = opened.as_stored
+    try:
+        answers = tuple(verdicts_on(reader, str(checkpoint)))
+        return Diagnosis(str(checkpoint), Facts.of(reader.config), answers, tuple(ruinous_formats(opened)))
+    except KeyError as error:
+        raise SurgeryError.at(reader.source, f"config.json: {error} is missing") from None

@@ -91,12 +91,7 @@ def _plugin(facts: Facts, path: str, fields: dict[str, str]) -> Verdict:
 def _not_by_its_class(
     facts: Facts, fields: dict[str, str], sizes: str, remedy: str | None, serve: str
 ) -> Verdict | None:
-    """Return the verdict on MLA that vLLM's own class refuses, or computes differently; None if it does neither.
-
-    Args:
-        sizes: the obstacle in the sizes, if any.
-        remedy: remedy for MLA that is refused.
-    """
+    """Return the verdict on MLA that vLLM's own class refuses, or computes differently; else None."""
     if facts.structure != MLA:
         return None
     if refusal := sizes if facts.activation == "silu" else f"its class supports SiLU only, not {facts.activation}":

@@ -25,14 +25,11 @@ class EvaluationPlan:
     """Dry run of an evaluation, as plain values. Sizes in bytes.
 
     Attributes:
-        rows: models, the baseline first: name, role, path, checkpoint dtype, bytes of the ``weights`` in the widest
-            dtype of a measurement, of the ``cache`` of a batch of windows, and of one sequence's cache (``kv``) at
-            ``context`` tokens in the checkpoint's dtype; None for families without a prediction.
-        variants: names of cheap baselines, which are measured like models.
-        notes: reasons for cheap baselines that are left out.
-        tasks: names of the tasks.
+        rows: models, the baseline first: name, role, path, dtype, bytes of the ``weights`` in the widest dtype of a
+            measurement, of the ``cache`` of a batch of windows, and of one sequence's cache (``kv``) at ``context``
+            tokens in the checkpoint's dtype; None for families without a prediction.
+        variants: names of cheap baselines, which are measured like models; ``notes``: why others are left out.
         settings: settings of the evaluation, with the resolved text, context, dtype and device.
-        out: folder of results and report.
         resumes: whether the folder has results already.
     """
 
@@ -48,10 +45,8 @@ class EvaluationPlan:
 def plan_evaluation(request: EvaluationRequest, progress: Progress) -> EvaluationPlan:
     """Plan an evaluation; weights are hashed and texts tokenized, to find errors in them.
 
-    The device may be absent from this machine.
-
-    Raises:
-        SurgeryError: the evaluation would raise it before its first measurement.
+    The device may be absent from this machine. Raises SurgeryError: the evaluation would raise it before its first
+    measurement.
     """
     device_name = request.settings.device
     device = torch.device(device_name).type if is_absent(device_name) else checked_device(device_name).type

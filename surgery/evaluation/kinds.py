@@ -41,8 +41,7 @@ def plugin_of(task: str) -> str | None:
 def plugin_errors(task: str, plugin: str | None) -> Iterator[None]:
     """Convert a crash of a task to one line if it is of a plug-in, as by `plugin_of`.
 
-    Raises:
-        SurgeryError: the plug-in raised an exception, which is the cause, unless the machine is at fault.
+    Raises SurgeryError: the plug-in raised an exception, which is the cause, unless the machine is at fault.
     """
     try:
         yield

@@ -26,15 +26,7 @@ from surgery.running.unfused import language_model
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Opened checkpoint.
-
-    Attributes:
-        name: name of its row in the report.
-        source: path or hub id, as given by the user.
-        reader: reader of its files; for a vision-language model, of its language model.
-        sha256: hash of all weights.
-        trust_remote_code: whether code next to the weights may run.
-    """
+    """Opened checkpoint: name of its row, path as given, reader of its language model, and hash of all weights."""
 
     name: str
     source: str
@@ -43,17 +35,10 @@ class Checkpoint:
     trust_remote_code: bool = False
 
     @classmethod
-    def open(
-        cls,
-        label: str,
-        *,
-        allow_pickle: bool = False,
-        trust_remote_code: bool = False,
-    ) -> Checkpoint:
+    def open(cls, label: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Checkpoint:
         """Open ``path``, ``org/name`` or ``row name=path`` and hash the weights.
 
-        Raises:
-            SurgeryError: the checkpoint does not exist or is damaged.
+        Raises SurgeryError: the checkpoint does not exist or is damaged.
         """
         name, path = name_and_path(label)
         reader = language_model(open_source(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
@@ -83,8 +68,7 @@ class Checkpoint:
     def load(self, device: torch.device) -> PreTrainedModel:
         """Load the model in the checkpoint's dtype and in evaluation mode.
 
-        Raises:
-            SurgeryError: transformers cannot load it, or it does not fit in memory.
+        Raises SurgeryError: transformers cannot load it, or it does not fit in memory.
         """
         model = causal_model(self.reader, trust_remote_code=self.trust_remote_code)
         try:
@@ -93,11 +77,7 @@ class Checkpoint:
             raise SurgeryError(f"{self.source}: does not fit on the device; try --device cpu") from None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer.
-
-        Raises:
-            SurgeryError: transformers cannot load a tokenizer.
-        """
+        """Load the tokenizer. Raises SurgeryError: transformers cannot load a tokenizer."""
         return tokenizer_of(self.reader, called=self.source, trust_remote_code=self.trust_remote_code)
 
     def conversion(self) -> dict[str, Any] | None:

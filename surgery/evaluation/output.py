@@ -20,13 +20,9 @@ PART = ".surgery-report"
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write report.json, .csv, .html and .md, and a needle heat map for each row that has one.
+    """Write report.json, .csv, .html and .md, and a needle heat map for each row that has one; return the paths.
 
-    Returns:
-        Paths of the written files.
-
-    Raises:
-        SurgeryError: the folder cannot be written, or holds a foreign file with one of these names.
+    Raises SurgeryError: the folder cannot be written, or holds a foreign file with one of these names.
     """
     check_report_files(folder, [row["name"] for row in report["rows"]])
     part = folder / PART
@@ -59,8 +55,7 @@ def _clear(part: Path) -> None:
 def check_report_files(folder: Path, rows: Sequence[str]) -> None:
     """Check that a report replaces only files that this program has written.
 
-    Raises:
-        SurgeryError: a foreign file would be replaced.
+    Raises SurgeryError: a foreign file would be replaced.
     """
     names = [f"report.{suffix}" for suffix in ("html", "md", "csv", "json")]
     names += [name for number, row in enumerate(rows) for name in needle_names(row, number)]

@@ -28,11 +28,8 @@ class EvaluationRequest:
     """Request for an evaluation.
 
     Attributes:
-        checkpoints: folders or hub ids, optionally as NAME=CKPT.
-        baseline: likewise; None for no baseline.
+        checkpoints, baseline: folders or hub ids, optionally as NAME=CKPT.
         out: folder of results and report; None for the first checkpoint's name followed by "-eval".
-        settings: settings of the evaluation.
-        command: command line, for the report.
         title: title of the report; None for the names of the checkpoints.
         writes: whether the report is written.
         restart: whether to discard results in the folder and measure again.
@@ -54,13 +51,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Prepared evaluation.
-
-    Attributes:
-        settings: requested settings, with the resolved held-out text.
-        rows: models, the baseline first.
-        out: folder of results and report.
-    """
+    """Prepared evaluation: settings with the resolved held-out text, and models, the baseline first."""
 
     settings: EvalSettings
     rows: list[ModelRow]
@@ -111,8 +102,7 @@ class Prepared:
 def prepare(request: EvaluationRequest, progress: Progress) -> Prepared:
     """Open and hash the models, read the texts and build the tasks, without measuring or writing anything.
 
-    Raises:
-        SurgeryError: a model, text or task cannot be prepared.
+    Raises SurgeryError: a model, text or task cannot be prepared.
     """
     settings = request.settings
     if settings.wandb:
@@ -126,14 +116,11 @@ def prepare(request: EvaluationRequest, progress: Progress) -> Prepared:
         progress.note(f"held-out text: {' and '.join(settings.data)} (--data names another)")
     tasks = build_tasks(settings, tokenizer, checkpoints[0].reader.config, progress)
     main_row = next((row for row in rows if row.role == "checkpoint"), rows[0])
-    out = request.out or _default_out(main_row)
+    beside = working_output(main_row.checkpoint.source, "eval")
+    out = request.out or beside.with_name(f"{file_name(main_row.name, 'report')}-eval")
     for row in rows:
         refuse_output_inside(row.checkpoint.reader.source, out)
     return Prepared(settings, rows, tokenizer, tasks, out)
-
-
-def _default_out(row: ModelRow) -> Path:
-    return working_output(row.checkpoint.source, "eval").with_name(f"{file_name(row.name, 'report')}-eval")
 
 
 def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:

@@ -39,13 +39,9 @@ RATIOS = (0.5, 0.25)
 
 @dataclass(frozen=True)
 class ModelRow:
-    """Model to evaluate.
+    """Model to evaluate, by name; its role is "baseline", "checkpoint" or "variant".
 
-    Attributes:
-        name: name of the row in the report.
-        role: "baseline", "checkpoint" or "variant".
-        checkpoint: checkpoint with the weights.
-        variant: kind and parameters of a cheap baseline; None for the unmodified checkpoint.
+    ``variant`` has kind and parameters of a cheap baseline; None for the unmodified checkpoint.
     """
 
     name: str
@@ -56,8 +52,7 @@ class ModelRow:
     def load(self, device: torch.device) -> PreTrainedModel:
         """Load the model in the checkpoint's dtype, with the variant's cache.
 
-        Raises:
-            SurgeryError: the model cannot be loaded, or does not support the variant.
+        Raises SurgeryError: the model cannot be loaded, or does not support the variant.
         """
         model = self.checkpoint.load(device)
         if self.variant is None:
@@ -78,12 +73,7 @@ class ModelRow:
         }
 
 
-VARIANTS = {
-    "engine-cache": engine_cache,
-    "quantized-kv": quantize_kv,
-    "sink-window": sink_window,
-    STORED: kvtc_cache,
-}
+VARIANTS = {"engine-cache": engine_cache, "quantized-kv": quantize_kv, "sink-window": sink_window, STORED: kvtc_cache}
 
 
 def _calibration(checkpoint: Checkpoint, request: SequenceRequest) -> LongTensor:

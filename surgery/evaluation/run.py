@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,8 @@ class Evaluation:
 def evaluate(request: EvaluationRequest, progress: Progress) -> Evaluation:
     """Run an evaluation. Every process returns the same report; the main process writes it if requested.
 
-    Raises:
-        SurgeryError: a model or task cannot be measured, raised before the first measurement if possible; or another
-            evaluation is running in the folder.
+    Raises SurgeryError: a model or task cannot be measured, raised before the first measurement if possible; or another
+    evaluation is running in the folder.
     """
     processes = Processes(cpu=request.settings.device == "cpu")
     if not processes.is_main:
@@ -136,48 +135,49 @@ def _run_rows(
     return finish(json.loads(json.dumps(report, allow_nan=False)))
 
 
+@dataclass
 class _RowRunner:
     """Runner of all tasks on a row; loads a model only if results are missing.
 
     Attributes:
+        references: what comparing tasks keep of the baseline, by task.
         measured: number of rows with a new measurement.
     """
 
-    def __init__(
-        self,
-        store: ResultStore,
-        session: Session,
-        device: torch.device,
-        settings: EvalSettings,
-        tasks: Tasks,
-        baseline: ModelRow | None,
-    ) -> None:
-        self._store, self._session, self._device = store, session, device
-        self._settings, self._tasks, self._baseline = settings, tasks, baseline
-        self._kept: dict[str, Any] = {}
-        self.measured = 0
-        self.dtype_setting = settings.quality_dtype(device.type)
+    store: ResultStore
+    session: Session
+    device: torch.device
+    settings: EvalSettings
+    tasks: Tasks
+    baseline: ModelRow | None
+    references: dict[str, Any] = field(default_factory=dict)
+    measured: int = 0
+
+    @property
+    def dtype_setting(self) -> str:
+        """Dtype of quality measurements, "auto" for the checkpoint's."""
+        return self.settings.quality_dtype(self.device.type)
 
     def measure(self, row: ModelRow, position: str) -> dict[str, Any]:
         """Return the row's entry in the report; `position` is its position in the progress output, such as "1 of 3"."""
-        self._session.progress.note(f"{row.name} ({position}):")
-        keys = {task.name: self._key(row, task) for task in self._tasks.all}
-        stored = self._session.processes.from_main(lambda: {name: self._store.get(key) for name, key in keys.items()})
-        missing = [task for task in self._tasks.all if stored[task.name] is None]
+        self.session.progress.note(f"{row.name} ({position}):")
+        keys = {task.name: self._key(row, task) for task in self.tasks.all}
+        stored = self.session.processes.from_main(lambda: {name: self.store.get(key) for name, key in keys.items()})
+        missing = [task for task in self.tasks.all if stored[task.name] is None]
         if len(missing) < len(stored):
             names = [name for name in stored if stored[name] is not None]
-            self._session.progress.note(f"  measured before: {', '.join(names)}")
+            self.session.progress.note(f"  measured before: {', '.join(names)}")
         if missing:
             self.measured += 1
             comparing = [task for task in missing if self._compares(row, task)]
-            if comparing and any(task.name not in self._kept for task in comparing):
+            if comparing and any(task.name not in self.references for task in comparing):
                 # All results of the baseline were stored, so it has not been loaded yet.
                 self._keep_baseline(comparing)
-            model = row.load(self._device)
+            model = row.load(self.device)
             for task in sorted(missing, key=lambda task: not task.native):
                 stored[task.name] = self._run(row, model, task, keys[task.name])
             if row.role == "baseline":
-                self._keep(model, [task for task in self._tasks.all if isinstance(task, ComparingTask)])
+                self._keep(model, [task for task in self.tasks.all if isinstance(task, ComparingTask)])
             model_class = type(model).__name__
             del model
             free_memory()
@@ -202,14 +202,14 @@ class _RowRunner:
         if not task.native:
             if self.dtype_setting != "auto":
                 cast(model, getattr(torch, self.dtype_setting))
-            if self._device.type == "cpu" and row.variant is None:  # variants replace the attention
+            if self.device.type == "cpu" and row.variant is None:  # variants replace the attention
                 use_equal_widths(model)
-        processes = self._session.processes
+        processes = self.session.processes
         start = time.perf_counter()
         try:
-            reference = self._kept.get(task.name) if self._compares(row, task) else None
-            with plugin_errors(task.name, self._tasks.plugins.get(task.name)):
-                result = task.run(model, self._session, reference)
+            reference = self.references.get(task.name) if self._compares(row, task) else None
+            with plugin_errors(task.name, self.tasks.plugins.get(task.name)):
+                result = task.run(model, self.session, reference)
                 processes.from_main(lambda: _check_finite(row, task.name, result))
         except torch.OutOfMemoryError:
             raise SurgeryError(
@@ -217,15 +217,15 @@ class _RowRunner:
             ) from None
         entry = {"result": result, "seconds": time.perf_counter() - start, "class": type(model).__name__}
         if processes.is_main:
-            self._store.put(key, entry)
+            self.store.put(key, entry)
         processes.wait()
         return entry
 
     def _compares(self, row: ModelRow, task: Task) -> bool:
-        return self._baseline is not None and row.role != "baseline" and isinstance(task, ComparingTask)
+        return self.baseline is not None and row.role != "baseline" and isinstance(task, ComparingTask)
 
     def _keep_baseline(self, tasks: Sequence[ComparingTask]) -> None:
-        model = self._baseline.load(self._device)
+        model = self.baseline.load(self.device)
         if self.dtype_setting != "auto":
             cast(model, getattr(torch, self.dtype_setting))
         self._keep(model, tasks)
@@ -234,26 +234,26 @@ class _RowRunner:
 
     def _keep(self, model: PreTrainedModel, tasks: Sequence[ComparingTask]) -> None:
         for task in tasks:
-            with plugin_errors(task.name, self._tasks.plugins.get(task.name)):
-                self._kept[task.name] = task.keep(model, self._session)
+            with plugin_errors(task.name, self.tasks.plugins.get(task.name)):
+                self.references[task.name] = task.keep(model, self.session)
 
     def _key(self, row: ModelRow, task: Task) -> str:
-        settings = self._settings
+        settings = self.settings
         facts = {
             "model": row.identity(),
             "task": task.name,
-            "settings": self._tasks.settings[task.name],
+            "settings": self.tasks.settings[task.name],
             "seed": settings.seed,
             "limit": settings.limit,
             "batch_size": settings.batch_size,
             "dtype": "checkpoint" if task.native else self.dtype_setting,
-            "device": self._device.type,
-            "baseline": self._baseline.identity() if self._compares(row, task) else None,
+            "device": self.device.type,
+            "baseline": self.baseline.identity() if self._compares(row, task) else None,
             "versions": {name: environment()[name] for name in ("torch", "transformers")},
             "surgery": __version__,
         }
-        if task.name in self._tasks.plugins:  # without the entry for others, so that their keys stay as they were
-            facts["plugin"] = self._tasks.plugins[task.name]
+        if task.name in self.tasks.plugins:  # without the entry for others, so that their keys stay as they were
+            facts["plugin"] = self.tasks.plugins[task.name]
         return key_of(facts)
 
 

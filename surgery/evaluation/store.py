@@ -39,8 +39,7 @@ class ResultStore:
     def open(cls, folder: Path) -> ResultStore:
         """Create the folder, or open that of an earlier evaluation.
 
-        Raises:
-            SurgeryError: the path is a file, cannot be written, or is a non-empty folder without an evaluation.
+        Raises SurgeryError: the path is a file, cannot be written, or is a non-empty folder without an evaluation.
         """
         cls.check(folder)
         try:
@@ -80,12 +79,8 @@ class ResultStore:
     def check_files(self, names: Iterable[str], document: str, *, unfinished: bool = False) -> None:
         """Check that report files to be replaced were written by this program and not edited since.
 
-        Args:
-            document: name of the JSON document, which identifies the report of a version that did not record files.
-            unfinished: whether a process was killed while it replaced files, before it recorded them.
-
-        Raises:
-            SurgeryError: a file is foreign or was edited.
+        ``document`` identifies the report of a version that did not record files; ``unfinished``: a process was killed
+        before it recorded them. Raises SurgeryError: a file is foreign or was edited.
         """
         recorded, is_report = self._marker().get("files") or {}, _is_report(self.folder / document)
         for name in names:
@@ -116,8 +111,7 @@ class ResultStore:
     def clear(self) -> None:
         """Remove all results. The caller must hold the lock of the folder.
 
-        Raises:
-            SurgeryError: the results folder has foreign files; nothing is removed.
+        Raises SurgeryError: the results folder has foreign files; nothing is removed.
         """
         with disk_errors(self.folder):
             is_owned = matching(RESULT_FILES)

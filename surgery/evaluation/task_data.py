@@ -36,10 +36,7 @@ class TaskData:
         """Held-out documents in full."""
         settings = self.settings
         return load_documents(
-            settings.data,
-            settings.windows * settings.length,
-            seed=settings.seed,
-            text_field=settings.text_field,
+            settings.data, settings.windows * settings.length, seed=settings.seed, text_field=settings.text_field
         )
 
     @cached_property

@@ -19,14 +19,9 @@ from surgery.evaluation.task_data import TaskData
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that run on every row.
+    """Tasks that run on every row, KV bytes, at ``context`` tokens, first; held-out windows have ``length`` tokens.
 
-    Attributes:
-        all: tasks, KV bytes first.
-        context: context length in tokens of the KV bytes.
-        length: tokens per held-out window.
-        settings: settings by task name; computed once, since they hash texts and folders.
-        plugins: origins of the tasks that plug-ins add, by task name; see `plugin_of`.
+    Settings are computed once, since they hash texts and folders. For the origins of plug-ins' tasks see `plugin_of`.
     """
 
     all: tuple[Task, ...]
@@ -37,19 +32,11 @@ class Tasks:
 
 
 def build_tasks(
-    settings: EvalSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    config: dict[str, Any],
-    progress: ProgressLike,
+    settings: EvalSettings, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], progress: ProgressLike
 ) -> Tasks:
-    """Build the tasks and their data.
+    """Build the tasks and their data, within the position limit of the first model's config.
 
-    Args:
-        config: config of the baseline, or of the first checkpoint without one. Its position limit bounds the windows
-            and determines default lengths and contexts.
-
-    Raises:
-        SurgeryError: there is too little text, or a task cannot be built with this tokenizer or these lengths.
+    Raises SurgeryError: there is too little text, or a task cannot be built with this tokenizer or these lengths.
     """
     limit = config.get("max_position_embeddings") or config.get("n_positions")
     if limit and settings.length > limit:

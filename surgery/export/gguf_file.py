@@ -32,14 +32,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported GGUF file.
-
-    Attributes:
-        architecture: llama.cpp's name of the architecture.
-        weights: type of the large tensors.
-        tokenizer: origin of the tokenizer.
-        command: command that serves the file.
-    """
+    """An exported GGUF file, its architecture in llama.cpp, type of large tensors, and command that serves it."""
 
     path: Path
     architecture: str

@@ -36,13 +36,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Output tensor that is loaded lazily.
-
-    Attributes:
-        shape: shape in PyTorch's order, rows first.
-        dtype: dtype in the checkpoint.
-        tiny: whether values are below the range of f16.
-    """
+    """Output tensor that is loaded lazily; ``tiny``: whether values are below the range of f16."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,8 +55,7 @@ class GGUFModel:
     def of(cls, reader: CheckpointReader) -> GGUFModel:
         """Create the view; refuse checkpoints that do not fit one of the three architectures.
 
-        Raises:
-            SurgeryError: the model type or a tensor is not supported.
+        Raises SurgeryError: the model type or a tensor is not supported.
         """
         model, config = cls(reader), reader.config
         kind = config.get("model_type")
@@ -168,8 +161,7 @@ class GGUFModel:
     def tensors(self) -> Iterator[GGUFTensor]:
         """Yield all tensors in the order of the file.
 
-        Raises:
-            SurgeryError: the architecture lacks a tensor of the checkpoint.
+        Raises SurgeryError: the architecture lacks a tensor of the checkpoint.
         """
         tied = bool(self.reader.config.get("tie_word_embeddings"))
         if self.rope["rope_type"] == "llama3":

@@ -36,12 +36,8 @@ class Tokenizer:
 def copied_tokenizer(path: Path, folder: Path, vocabulary: int) -> Tokenizer:
     """Copy the tokenizer of another GGUF file with the tokens of a checkpoint.
 
-    Args:
-        folder: the checkpoint's folder. Without tokenizer.json only the number of tokens is compared.
-        vocabulary: number of tokens of the checkpoint.
-
-    Raises:
-        SurgeryError: the file cannot be read, or its tokens are others.
+    Without tokenizer.json only the number of tokens is compared. Raises SurgeryError: the file cannot be read, or its
+    tokens are others.
     """
     tokens = read_gguf_header(path).metadata.get("tokenizer.ggml.tokens") or []
     expected = _vocabulary(read_json_or_empty(folder / "tokenizer.json"))
@@ -76,8 +72,7 @@ def _plain(token: str) -> str:
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """Convert the byte-level BPE in a checkpoint's tokenizer.json.
 
-    Raises:
-        SurgeryError: there is no such tokenizer, or llama.cpp has no known pre-tokenizer that splits text equally.
+    Raises SurgeryError: there is no such tokenizer, or llama.cpp has no known pre-tokenizer that splits text equally.
     """
     kinds = import_module("gguf").GGUFValueType
     path, pre = folder / "tokenizer.json", pre_tokenizer_name(folder)

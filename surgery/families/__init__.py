@@ -51,8 +51,7 @@ __all__ = [
 def family_of(config: dict) -> Family:
     """Return the family of a parsed config.json.
 
-    Raises:
-        SurgeryError: an unknown model type, or weights that are quantized.
+    Raises SurgeryError: an unknown model type, or weights that are quantized.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES and model_type in LATENT_FAMILIES:
@@ -66,8 +65,7 @@ def family_of(config: dict) -> Family:
 def latent_family_of(config: dict) -> LatentFamily:
     """Return the MLA family of a parsed config.json.
 
-    Raises:
-        SurgeryError: an unknown model type, or weights that are quantized.
+    Raises SurgeryError: an unknown model type, or weights that are quantized.
     """
     return _lookup(config, LATENT_FAMILIES)
 
@@ -75,8 +73,7 @@ def latent_family_of(config: dict) -> LatentFamily:
 def any_family_of(config: dict) -> Family:
     """Return the family of a parsed config.json, with per-head attention or MLA.
 
-    Raises:
-        SurgeryError: an unknown model type, or weights that are quantized.
+    Raises SurgeryError: an unknown model type, or weights that are quantized.
     """
     return _lookup(config, {**FAMILIES, **LATENT_FAMILIES})
 

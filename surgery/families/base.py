@@ -148,9 +148,8 @@ class Family:
     def attention_names(self, reader, layer: int) -> list[str]:
         """Return the names of a layer's attention tensors; none for linear attention and Mamba layers.
 
-        Raises:
-            SurgeryError: a tensor is missing, or is unknown to the family (fused projections, quantization scales,
-                another norm): a conversion that ignored it would be silently wrong.
+        Raises SurgeryError: a tensor is missing, or is unknown to the family (fused projections, quantization scales,
+        another norm): a conversion that ignored it would be silently wrong.
         """
         prefix = ATTENTION_PREFIX.format(layer=layer)
         names = [name for name in reader.names() if name.startswith(prefix)]
@@ -236,8 +235,7 @@ class Family:
     def rotation(self, config, layer: int) -> Rotation:
         """Return the RoPE of a layer's heads; the frequency of unrotated pairs is 0.
 
-        Raises:
-            SurgeryError: a RoPE that is not supported.
+        Raises SurgeryError: a RoPE that is not supported.
         """
         head_dim, types = head_shape(config)[2], getattr(config, "layer_types", None)
         if not self.rotates(config, layer):

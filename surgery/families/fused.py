@@ -14,11 +14,9 @@ from surgery.common.errors import SurgeryError
 
 @dataclass(frozen=True)
 class FusedFamily:
-    """Family with fused projections.
+    """Family with fused projections, read as another family by a translated config.json.
 
-    Attributes:
-        config: translates its config.json to that of the family that it is read as.
-        parts: returns from its config.json, per fused module, the names and row counts of its parts in order.
+    ``parts`` returns from its config.json, per fused module, the names and row counts of its parts in order.
     """
 
     config: Callable[[dict[str, Any]], dict[str, Any]]

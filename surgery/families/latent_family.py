@@ -36,9 +36,8 @@ def mla_scale(config) -> float:
 class LatentFamily(Family):
     """Family whose attention is MLA under DeepSeek's names.
 
-    Attributes:
-        neighbors: returns from a config whether rotary pairs are neighbors, (2 i, 2 i + 1), in the checkpoint.
-        inside: vision-language ``model_type`` that transformers' auto classes need to load it; None if it loads alone.
+    ``neighbors`` returns from a config whether rotary pairs are (2 i, 2 i + 1); ``inside`` is the vision-language
+    ``model_type`` that transformers' auto classes need to load it.
     """
 
     scale: Callable[[object], float] = mla_scale
@@ -67,8 +66,7 @@ class LatentFamily(Family):
     def anatomy(self, reader, config, layer: int) -> LatentAnatomy:
         """Read the anatomy of one layer on the CPU, in the checkpoint's dtype; ``up`` is float64.
 
-        Raises:
-            SurgeryError: a tensor does not fit the config.
+        Raises SurgeryError: a tensor does not fit the config.
         """
         tensor = shaped_tensors(reader, layer, self.attention_names(reader, layer))
         heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.kv_lora_rank

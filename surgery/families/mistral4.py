@@ -5,9 +5,5 @@ from surgery.families.latent_family import LatentFamily
 from surgery.families.mistral import first_scaled
 
 MISTRAL4 = LatentFamily(
-    model_type="mistral4",
-    first_scaled=first_scaled,
-    inside="mistral3",
-    experts=True,
-    expert_layers=first_dense,
+    model_type="mistral4", first_scaled=first_scaled, inside="mistral3", experts=True, expert_layers=first_dense
 )

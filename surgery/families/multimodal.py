@@ -29,29 +29,19 @@ MULTIMODAL = (*HOLD_CUSTOM, "llama4")
 def text_names(names: Collection[str], where: str) -> dict[str, str]:
     """Map the language model's tensor names among ``names`` to those of its family.
 
-    Raises:
-        SurgeryError: ``names`` has no language model.
+    Raises SurgeryError: ``names`` has no language model.
     """
     prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in names), None)
     if prefix is None:
         raise SurgeryError(f"{where}: embed_tokens.weight of a language model is missing")
-    inside = {name: f"model.{name.removeprefix(prefix)}" for name in names if _within(name, prefix)}
+    # Names of other parts may begin with `model.` too.
+    begins = tuple(prefix + part for part in ("embed_tokens.", "layers.", "norm."))
+    inside = {name: f"model.{name.removeprefix(prefix)}" for name in names if name.startswith(begins)}
     return inside | {name: HEADS[0] for name in HEADS if name in names}
 
 
-def _within(name: str, prefix: str) -> bool:
-    """Return whether a tensor is the language model's; those of other parts may begin with ``model.`` too."""
-    return name.startswith(tuple(prefix + part for part in ("embed_tokens.", "layers.", "norm.")))
-
-
 def put_back(whole: dict[str, Any], text: dict[str, Any], converted: dict[str, Any]) -> dict[str, Any]:
-    """Return the multimodal config.json with the fields that a conversion changed in its language model.
-
-    Args:
-        whole: of the source.
-        text: of its language model.
-        converted: of the converted language model.
-    """
+    """Return the multimodal config.json ``whole`` with the fields that differ between ``text`` and ``converted``."""
     changed = {name: value for name, value in converted.items() if text.get(name) != value}
     if not isinstance(whole.get("text_config"), dict):  # early checkpoints of Qwen2.5-VL have its fields on top
         return {**whole, **changed}

@@ -1,10 +1,7 @@
 """Qwen2 and Qwen3: biases on queries, keys and values, or RMS norms per head on queries and keys; optional windows.
 
-MoE models have experts in every ``decoder_sparse_step``-th layer outside ``mlp_only_layers``.
-
-The language models of Qwen2.5-VL and Qwen3-VL have M-RoPE: each rotary pair uses one of three positions, time, height
-or width. A pair uses the same one in all heads, so that maps that commute with RoPE also commute with M-RoPE, and
-merged heads stay exact.
+The language models of Qwen2.5-VL and Qwen3-VL have M-RoPE: each rotary pair uses one of three positions, the same one
+in all heads, so that maps that commute with RoPE also commute with M-RoPE, and merged heads stay exact.
 """
 
 from dataclasses import replace

@@ -18,8 +18,7 @@ class Renamed:
     """Mapping of a family's tensor names and config keys to Llama's.
 
     Attributes:
-        names: regular expressions and their replacements, applied in order to its tensor names. The fused
-            query-key-value module becomes ``self_attn.qkv_proj``.
+        names: regular expressions and their replacements, in order; the fused module becomes ``self_attn.qkv_proj``.
         buffers: regular expression of tensors that are not weights.
         config: returns its config.json with sizes under Llama's keys.
         by_head: whether each head's query, key and value rows are adjacent; else all queries come first.
@@ -33,12 +32,7 @@ class Renamed:
     transposed: bool = False
 
     def parts(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, Rows]]:
-        """Map each stored tensor to the names that it is read under and their rows; buffers to none.
-
-        Args:
-            config: as :attr:`config` returns it.
-            shapes: shapes of the stored tensors by name.
-        """
+        """Map each stored tensor of these shapes to the names that it is read under and their rows; buffers to none."""
         heads, width = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
         views: dict[str, dict[str, Rows]] = {}
         for stored, shape in shapes.items():
@@ -67,11 +61,7 @@ class Renamed:
 
 
 def whole(config: dict[str, Any], name: str) -> int:
-    """Return an entry of config.json that must be a positive integer.
-
-    Raises:
-        SurgeryError: it is not.
-    """
+    """Return an entry of config.json that must be a positive integer. Raises SurgeryError: it is not."""
     value = config.get(name)
     if type(value) is not int or value < 1:
         raise SurgeryError(f"config.json: {name} of {config['model_type']} must be a positive integer, not {value!r}")

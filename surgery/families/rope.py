@@ -30,16 +30,10 @@ def rope_frequencies(
 ) -> tuple[Tensor, float]:
     """Compute the inverse frequencies of a transformers config and its attention factor.
 
-    Returns float64 radians per token [n], n ≤ head_dim / 2 rotated pairs, and the factor on cosines and sines (1.0 but
-    for YaRN and longrope). The frequencies have the float32 values of transformers, so that a conversion rotates as its
-    source does.
-
-    Args:
-        layer_type: type of the layer, for configs with RoPE parameters per type (Gemma 3).
-        kinds: supported RoPE types; "longrope" gives the frequencies of short texts.
-
-    Raises:
-        SurgeryError: a RoPE type that is not supported, or impossible parameters.
+    Returns float64 radians per token [n], n ≤ head_dim / 2 rotated pairs, with the float32 values of transformers, and
+    the factor on cosines and sines (1.0 but for YaRN and longrope). ``layer_type`` is for RoPE parameters per type
+    (Gemma 3); "longrope" gives the frequencies of short texts. Raises SurgeryError: an unsupported RoPE type, or
+    impossible parameters.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

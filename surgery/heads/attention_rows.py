@@ -20,14 +20,9 @@ def row_pieces(call: AttentionCall, rows: LongTensor) -> Iterator[LongTensor]:
 
 
 def attention_rows(call: AttentionCall, rows: LongTensor, keys: LongTensor | None = None) -> Tensor:
-    """Compute the attention weights of selected queries.
+    """Compute the attention weights [B, H, n, m] float32 of selected queries, ``rows`` [n] of the call's T.
 
-    Args:
-        rows: [n] int64, indices of queries among the call's T.
-        keys: [m] int64, indices of keys; the softmax is over these alone. None for all S.
-
-    Returns:
-        [B, H, n, m] float32. A row and its learned sink sum to 1, or to 0 if all keys are masked.
+    The softmax is over ``keys`` [m], or all S, alone. A row and its learned sink sum to 1, or to 0 if all are masked.
     """
     rows = rows.to(call.query.device)
     key, query = call.key, call.query[:, :, rows]

@@ -31,13 +31,8 @@ DESCENT = 0.5
 def score(session: ScoringSession) -> HeadScores:
     """Score each head by its gate, averaged over the training: the sooner a head can stream, the lower.
 
-    Final gates only tell which heads fit the budget, with ties at 0 and 1. The average over a training with a shrinking
-    budget ranks heads inside and outside the budget.
-
-    Parts: ``gates`` [L, G] float32, the final gates.
-
-    Raises:
-        SurgeryError: the loss is not finite, or the model does not support activation checkpointing.
+    Final gates only tell which heads fit the budget, with ties at 0 and 1. Parts: ``gates`` [L, G] float32, the final
+    gates. Raises SurgeryError: the loss is not finite, or the model does not support activation checkpointing.
     """
     objective = DuoObjective(session)
     facts = train_gates(session, objective)
@@ -47,12 +42,9 @@ def score(session: ScoringSession) -> HeadScores:
 
 
 class DuoObjective:
-    """Distillation loss under gates, with a penalty on the mean gate.
+    """Distillation loss under gates [L, G] float32 in [0, 1], initially 1, with a penalty on their mean.
 
-    Attributes:
-        gates: [L, G] float32 in [0, 1], initially 1.
-        gate_sum: [L, G] float32, sum of the gates over all steps.
-        penalty: weight of the mean gate.
+    ``gate_sum`` [L, G] is their sum over all steps.
     """
 
     name = "duo"

@@ -59,17 +59,10 @@ class GateObjective(Protocol):
 def train_gates(session: ScoringSession, objective: GateObjective, batch: int | None = None) -> dict[str, Any]:
     """Train ``objective`` in place for the session's steps, resuming from its journal.
 
-    Step s averages the gradients of sequences s·batch to (s + 1)·batch - 1. The processes share them, so that equal
-    batches give equal results up to rounding on any number of processes.
-
-    Args:
-        batch: sequences per step; None for one per process.
-
-    Returns:
-        Facts: steps, sequences per step, mean loss over the first and the last tenth of the steps.
-
-    Raises:
-        SurgeryError: loss or gradients are not finite, or the model does not support activation checkpointing.
+    Step s averages the gradients of sequences s·batch to (s + 1)·batch - 1, one per process by default. The processes
+    share them, so that equal batches give equal results up to rounding. Returns steps, sequences per step, and mean
+    loss over the first and the last tenth. Raises SurgeryError: loss or gradients are not finite, or the model does not
+    support activation checkpointing.
     """
     steps, processes = session.settings.steps, session.processes
     batch = batch or processes.count

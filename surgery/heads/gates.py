@@ -48,10 +48,7 @@ def gated_heads(
 ) -> Iterator[None]:
     """Apply ``gates`` [L, G] float32 to the KV heads of ``model`` within a ``with`` block.
 
-    A backward pass that recomputes layers must run inside the block.
-
-    Args:
-        positions: as in `tap_attention`.
+    A backward pass that recomputes layers must run inside the block. For ``positions`` see `tap_attention`.
     """
 
     def attention(call: AttentionCall) -> Tensor:
@@ -66,10 +63,8 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
     """Checkpoint activations per layer within a ``with`` block: the backward pass recomputes each layer from its input.
 
     transformers checkpoints layers in training mode only. Their submodules stay in evaluation mode, so dropout and
-    router noise remain off, and the model computes the same as in evaluation.
-
-    Raises:
-        SurgeryError: the model's layers do not support gradient checkpointing.
+    router noise remain off, and the model computes the same as in evaluation. Raises SurgeryError: the model's layers
+    do not support gradient checkpointing.
     """
     layers = list(model.base_model.layers)
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
@@ -98,12 +93,9 @@ _SWITCHES = "training", "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
-    """Compute the mean cross-entropy of all tokens but each row's first, in nats: a float32 scalar.
+    """Compute the mean cross-entropy of tokens [B, T] int64 but each row's first, in nats: a float32 scalar.
 
     Float32 logits exist for a few positions at a time; the backward pass recomputes them.
-
-    Args:
-        tokens: [B, T] int64.
     """
     states = reader.states(tokens)[:, :-1].flatten(0, 1)
     targets = tokens[:, 1:].flatten().to(states.device)

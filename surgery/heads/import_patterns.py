@@ -1,10 +1,9 @@
 """Import of patterns in the formats of DuoAttention and PruLong.
 
-DuoAttention (github.com/mit-han-lab/duo-attention) writes ``full_attention_heads.tsv`` with `numpy.savetxt`, a line per
-layer and a gate per KV head, and settings such as ``sink_size`` and ``recent_size`` in ``config.json`` next to it.
-PruLong (github.com/princeton-pli/PruLong, save_prulong_masks.py) writes ``masks.tsv`` or ``masks_sp<sparsity>.tsv`` in
-the same layout to a checkpoint folder: 1 for a full head, 0 for a streaming one. The checkpoint's config.json has
-``sink_size`` and ``local_window_size``.
+DuoAttention (github.com/mit-han-lab/duo-attention) writes ``full_attention_heads.tsv`` with a line per layer and a gate
+per KV head, and ``sink_size`` and ``recent_size`` in ``config.json`` next to it. PruLong
+(github.com/princeton-pli/PruLong) writes ``masks.tsv`` or ``masks_sp<sparsity>.tsv`` in the same layout to a checkpoint
+folder: 1 for a full head, 0 for a streaming one; its config.json has ``sink_size`` and ``local_window_size``.
 """
 
 from __future__ import annotations
@@ -21,17 +20,11 @@ DUO_FILE, PRULONG_FILE = "full_attention_heads.tsv", "masks.tsv"
 
 
 def read_pattern(path: str | Path) -> HeadPattern:
-    """Read a pattern file of this package, DuoAttention or PruLong.
+    """Read a pattern file of this package, a table of DuoAttention or PruLong, or a folder with one.
 
-    A table of zeros and ones is read as PruLong's masks, any other as DuoAttention's gates. Gates are not clipped to
-    [0, 1] as DuoAttention does, which would only add ties. Sinks and recent tokens are None if the config.json next to
-    a table lacks them.
-
-    Args:
-        path: a pattern file, a table, or a folder with a table under its published name.
-
-    Raises:
-        SurgeryError: the file is missing, or not a table of numbers with a line per layer.
+    A table of zeros and ones is read as PruLong's masks, any other as DuoAttention's gates, which are not clipped: that
+    would only add ties. Sinks and recent tokens are None if no config.json has them. Raises SurgeryError: the file is
+    missing, or not a table of numbers with a line per layer.
     """
     path = Path(path).expanduser()
     if path.is_dir():

@@ -30,10 +30,8 @@ def score(session: ScoringSession) -> HeadScores:
     sequences: below 10,001, fewer than 2500 tokens are repeated.
 
     Parts: ``echo`` and ``induction`` [L, H] float32, a query head's attention, from 0 to 1, on the same token in all
-    earlier repetitions and on the tokens after it, averaged over the queries of all repetitions but the first.
-
-    Raises:
-        SurgeryError: sequences are too short for repetitions.
+    earlier repetitions and on the tokens after it, averaged over the queries of all repetitions but the first. Raises
+    SurgeryError: sequences are too short for repetitions.
     """
     sequences = repeated_tokens(session, session.samples(SAMPLES))
     period = (sequences.shape[1] - 1) // REPETITIONS
@@ -50,8 +48,7 @@ def score(session: ScoringSession) -> HeadScores:
 def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
     """Draw ``count`` sequences [N, 1 + 4 P]: bos, or another random token without one, and P random tokens four times.
 
-    Raises:
-        SurgeryError: the length has no room for four repetitions of four tokens.
+    Raises SurgeryError: the length has no room for four repetitions of four tokens.
     """
     vocabulary = session.model.config.vocab_size
     special = set(session.tokenizer.all_special_ids)
@@ -71,13 +68,9 @@ def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
 
 
 def selection_order(echo: Tensor, induction: Tensor) -> Tensor:
-    """Compute 1 - the share of heads selected up to each head, by both scores in RazorAttention's proportion.
+    """Compute 1 - the share of heads selected up to each, [L, G] float32, by both scores in the paper's proportion.
 
-    Args:
-        echo, induction: [L, G].
-
-    Returns:
-        [L, G] float32. Heads selected at the same time are ordered by induction, then by index.
+    Heads selected at the same time are ordered by induction, then by index.
     """
     needed = torch.minimum(_ranks(echo) / ECHO, _ranks(induction) / INDUCTION)
     order = sorted(

@@ -29,23 +29,12 @@ class Journal:
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        identity: Mapping[str, Any],
-        processes: Processes = ALONE,
-        *,
-        restart: bool = False,
+        self, path: Path | None, identity: Mapping[str, Any], processes: Processes = ALONE, *, restart: bool = False
     ) -> None:
-        """Open the file, if it exists.
+        """Open the file, if it exists; None stores nothing. ``identity`` determines the scores, as plain values.
 
-        Args:
-            path: file; None to store nothing.
-            identity: everything that determines the scores, as plain values: model, data, settings, seed.
-            processes: processes that share the scoring.
-            restart: delete an existing journal.
-
-        Raises:
-            SurgeryError: the file cannot be read, is not a journal, or has another identity.
+        Raises SurgeryError: the file cannot be read, is not a journal, or has another identity and no restart is asked
+        for.
         """
         self._path = path
         if path is not None:
@@ -80,8 +69,7 @@ class Journal:
     def put(self, state: Mapping[str, Tensor]) -> None:
         """Store copies of the tensors of a state, in place of the previous one.
 
-        Raises:
-            SurgeryError: the file cannot be written; its previous content stays.
+        Raises SurgeryError: the file cannot be written; its previous content stays.
         """
         self._state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
         self._on_main(self._write)

@@ -37,10 +37,8 @@ def score(session: ScoringSession) -> HeadScores:
     pairs and the repetition. Ties are ordered by the mean over pairs.
 
     Parts, all [L, G] float32: ``largest`` and ``mean`` over the pairs that streaming would evict, and
-    ``largest_of_all``, KVzip's own score, over all pairs but the first token's.
-
-    Raises:
-        SurgeryError: sequences are too short for a context longer than sinks and recent tokens, and its repetition.
+    ``largest_of_all``, KVzip's own score, over all pairs but the first token's. Raises SurgeryError: sequences are too
+    short for a context longer than sinks and recent tokens, and its repetition.
     """
     settings = session.settings
     later = len(tokenize(session.tokenizer, REPEAT_FROM)) + REMINDER

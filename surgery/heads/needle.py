@@ -31,10 +31,8 @@ def score(session: ScoringSession) -> HeadScores:
     the same token in the fact's line. A KV head has the score of its best query head. Ties, such as the many heads with
     0, are ordered by attention mass on those tokens.
 
-    Parts: ``copy`` and ``mass`` [L, H] float32, of the query heads.
-
-    Raises:
-        SurgeryError: the model answers none of the facts.
+    Parts: ``copy`` and ``mass`` [L, H] float32, of the query heads. Raises SurgeryError: the model answers none of the
+    facts.
     """
     needles = session.needles(session.samples(SAMPLES))
     reader = LogitReader(session.model, needles.tokens)

@@ -23,10 +23,9 @@ DEPTHS = 0.05, 0.95
 
 @dataclass(frozen=True)
 class NeedleSet:
-    """N sequences of T tokens with F facts each.
+    """N sequences of T tokens [N, T] int64 with F facts each.
 
     Attributes:
-        tokens: [N, T] int64.
         answers: [N, T] bool, True at the answers' digits (the predicted tokens, not the predicting positions).
         fact_numbers: [N, T] int64, index of the fact at its answer's tokens, -1 elsewhere.
         spans: [N, F, 2] int64, token range [start, stop) of each fact's line.
@@ -43,13 +42,8 @@ def needle_sequences(
 ) -> NeedleSet:
     """Build ``count`` sequences of ``length`` tokens: bos if the tokenizer has one, text with facts, questions.
 
-    Args:
-        filler: token ids of the text around the facts; windows of it are drawn at random.
-        facts: facts per sequence; fewer if they and their questions would exceed half of it.
-        seed: equal seeds give equal sequences.
-
-    Raises:
-        SurgeryError: the text is too short, or a sequence has no room for one fact.
+    Windows of ``filler`` are drawn at random; there are fewer facts if they would exceed half of a sequence. Raises
+    SurgeryError: the text is too short, or a sequence has no room for one fact.
     """
     if count < 1:
         raise SurgeryError(f"samples must be at least 1, not {count}")

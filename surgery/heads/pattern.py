@@ -25,21 +25,15 @@ PART = "part."
 
 @dataclass(frozen=True, eq=False)
 class HeadPattern:
-    """Scores of L layers and G KV heads, and their provenance.
+    """Scores of L layers and G KV heads, and their provenance, as plain values by name.
 
     Attributes:
         scores: [L, G] float32, finite; the higher, the more a head needs its whole context.
-        method: scoring method.
         sinks, recent: first and last tokens that a streaming head sees, the query's own included; None if unknown.
         spread: [L, G] float32, standard deviation of the scores over the seeds; None for one seed.
         parts: intermediate tensors of the scores, by name.
-        settings: settings of the scoring, plain values by name.
-        facts: facts reported by the method, plain values by name.
         data_sha256: hash of the tokens that heads were scored on.
         model: ``name``, ``sha256`` of the weights and ``config_sha256``, as far as known.
-        seeds: random seeds.
-        seconds: time of the scoring.
-        versions: versions of packages, by name.
     """
 
     scores: Tensor
@@ -106,8 +100,7 @@ class HeadPattern:
     def full_heads(self, share: float) -> BoolTensor:
         """Return the mask [L, G] of the best heads, ``share`` of all, rounded half up.
 
-        Raises:
-            SurgeryError: the share is not between 0 and 1.
+        Raises SurgeryError: the share is not between 0 and 1.
         """
         if not 0 <= share <= 1:
             raise SurgeryError(f"share of heads must be from 0 to 1, not {share}")
@@ -119,8 +112,7 @@ class HeadPattern:
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the pattern atomically as a safetensors file with a JSON header in its metadata.
 
-        Raises:
-            SurgeryError: an existing file may not be replaced, writing fails, or a header value is not plain.
+        Raises SurgeryError: an existing file may not be replaced, writing fails, or a header value is not plain.
         """
         path = Path(path).expanduser()
         check_file(path, overwrite=overwrite)
@@ -133,11 +125,7 @@ class HeadPattern:
 
     @classmethod
     def load(cls, path: str | Path) -> HeadPattern:
-        """Read a pattern file.
-
-        Raises:
-            SurgeryError: the file is missing, not a pattern, or its fields are invalid.
-        """
+        """Read a pattern file. Raises SurgeryError: the file is missing, not a pattern, or its fields are invalid."""
         path = Path(path).expanduser()
         if not path.is_file():
             raise SurgeryError.at(path, "no such file; pass a pattern that `surgery heads` wrote")

@@ -18,8 +18,7 @@ def default_pattern(source: str | Path, method: str) -> Path:
 def check_pattern(out: Path, overwrite: bool) -> Path:
     """Check the output path of a pattern and return that of its heat map.
 
-    Raises:
-        SurgeryError: either file exists and may not be replaced, or the pattern's suffix is not ``.safetensors``.
+    Raises SurgeryError: either file exists and may not be replaced, or the pattern's suffix is not ``.safetensors``.
     """
     if out.suffix != SUFFIX:
         raise SurgeryError(f"--out {out}: must end in {SUFFIX}, such as {out.name}{SUFFIX}")

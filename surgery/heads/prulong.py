@@ -38,12 +38,8 @@ DESCENT = 0.8
 def score(session: ScoringSession) -> HeadScores:
     """Score heads by the probability of an open gate, averaged over the training: the sooner one can stream, the lower.
 
-    Final gates are saturated and log α drifts, so its final order means little.
-
-    Parts: ``log_alpha`` [L, G] float32, final values.
-
-    Raises:
-        SurgeryError: the loss is not finite, or the model does not support activation checkpointing.
+    Parts: ``log_alpha`` [L, G] float32, final values, which are saturated. Raises SurgeryError: the loss is not finite,
+    or the model does not support activation checkpointing.
     """
     objective = PruLongObjective(session)
     facts = train_gates(session, objective)
@@ -68,12 +64,9 @@ def open_probability(log_alpha: Tensor) -> Tensor:
 
 
 class PruLongObjective:
-    """Next-token loss under random gates, with a Lagrangian on the share of streaming heads.
+    """Next-token loss under random gates, with a Lagrangian on the share of streaming heads, λ1 and λ2.
 
-    Attributes:
-        log_alpha: [L, G] float32.
-        multipliers: [2] float32, λ1 and λ2.
-        chance_sum: [L, G] float32, probability of an open gate, summed over all steps.
+    ``chance_sum`` [L, G] float32 is the probability of an open gate, summed over all steps.
     """
 
     name = "prulong"

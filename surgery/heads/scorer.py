@@ -18,15 +18,13 @@ from surgery.running.processes import Processes
 
 @dataclass(frozen=True)
 class ScoringSession:
-    """Inputs of a scoring with one seed.
+    """Inputs of a scoring with one seed; all processes return the same scores.
 
     Attributes:
         model: model in evaluation mode, with frozen parameters, on its device.
         settings: settings of the scoring, with ``length`` filled in.
         text: ``text(n)`` returns up to n windows of natural text, [N, T].
         needles: ``needles(n)`` returns n sequences with planted facts; equal n give equal sequences.
-        seed: seed of all random choices.
-        processes: processes that share the work; all of them return the same scores.
         journal: state of an interrupted scoring, to resume from.
     """
 
@@ -57,12 +55,9 @@ class ScoringSession:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """Scores of a method.
+    """Scores [L, G] float32 of a method; the higher, the more a KV head needs its whole context.
 
-    Attributes:
-        scores: [L, G] float32; the higher, the more a KV head needs its whole context. The scale depends on the method.
-        parts: intermediate tensors of the scores, by name, of any shape.
-        facts: plain values for the header of the pattern file: steps, losses, counts.
+    ``parts`` are intermediate tensors by name, ``facts`` plain values for the header of the pattern file.
     """
 
     scores: Tensor
@@ -76,6 +71,5 @@ class Scorer(Protocol):
     def __call__(self, session: ScoringSession) -> HeadScores:
         """Score every KV head of the session's model.
 
-        Raises:
-            SurgeryError: the method does not support the model or its text.
+        Raises SurgeryError: the method does not support the model or its text.
         """

@@ -52,13 +52,7 @@ MISSED = 3
 
 @dataclass(frozen=True)
 class ScoredHeads:
-    """Result of a scoring.
-
-    Attributes:
-        path: pattern file.
-        heat_map: heat map, next to it.
-        is_main: whether this is the main process, which prints.
-    """
+    """Result of a scoring: pattern file and heat map next to it, printed by the main process."""
 
     path: Path
     heat_map: Path
@@ -163,8 +157,7 @@ def _score_seeds(
 def sequence_length(settings: HeadSettings, config: dict) -> int:
     """Return the sequence length in tokens: the setting, or the default for the model's limit.
 
-    Raises:
-        SurgeryError: the length exceeds the model's limit, or sinks and recent tokens cover it.
+    Raises SurgeryError: the length exceeds the model's limit, or sinks and recent tokens cover it.
     """
     limit = config.get("max_position_embeddings") or settings.length or 2 * LENGTH
     visible = settings.sinks + settings.recent
@@ -182,8 +175,7 @@ def sequence_length(settings: HeadSettings, config: dict) -> int:
 def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
     """Return the numbers of layers and KV heads of a model whose heads can be scored.
 
-    Raises:
-        SurgeryError: its heads cannot stream one by one; the message has the reason and a remedy.
+    Raises SurgeryError: its heads cannot stream one by one; the message has the reason and a remedy.
     """
     from surgery.model.cache_layer import check_full_attention
 
@@ -209,8 +201,7 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
 def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSettings) -> PreTrainedModel:
     """Load the model on the device, or offloaded, in the scoring's dtype and with frozen parameters.
 
-    Raises:
-        SurgeryError: it cannot be loaded.
+    Raises SurgeryError: it cannot be loaded.
     """
     model = checkpoint.load(torch.device("cpu") if settings.offload else device)
     dtype = settings.dtype
@@ -274,8 +265,7 @@ class Texts:
 def _claim_output(out: Path, overwrite: bool, locks: ExitStack) -> Path:
     """Check and lock the output before hours of scoring, and return the path of the heat map.
 
-    Raises:
-        SurgeryError: the output exists, cannot be written, or is being written by another process.
+    Raises SurgeryError: the output exists, cannot be written, or is being written by another process.
     """
     heat_map = check_pattern(out, overwrite)
     with disk_errors(out.parent):
@@ -311,11 +301,7 @@ def _pattern(
         settings=settings.to_dict(),
         facts=head_scores[0].facts,
         data_sha256=texts.sha256,
-        model={
-            "name": checkpoint.source_name,
-            "sha256": checkpoint.sha256,
-            "config_sha256": checkpoint.config_sha256,
-        },
+        model={"name": checkpoint.source_name, "sha256": checkpoint.sha256, "config_sha256": checkpoint.config_sha256},
         seeds=tuple(range(settings.seed, settings.seed + settings.seeds)),
         seconds=round(seconds, 2),
         versions=environment(),

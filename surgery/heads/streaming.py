@@ -101,20 +101,10 @@ def mixed_output(
 
 
 class StreamingAttention(nn.Module):
-    """Surrogate for a transformers attention module with streaming KV heads; prompts only.
-
-    Args:
-        anatomy: of a layer without a sliding window.
-        streams, sinks, recent, compensated: as in `mixed_output`.
-    """
+    """Surrogate for a transformers attention module with streaming KV heads as in `mixed_output`; prompts only."""
 
     def __init__(
-        self,
-        anatomy: AttentionAnatomy,
-        streams: BoolTensor,
-        sinks: int,
-        recent: int,
-        compensated: BoolTensor,
+        self, anatomy: AttentionAnatomy, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor
     ):
         super().__init__()
         self.anatomy, self.streams, self.sinks, self.recent = anatomy, streams, sinks, recent

@@ -7,14 +7,10 @@ from torch import Tensor
 
 
 def break_ties(scores: Tensor, by: Tensor) -> Tensor:
-    """Order heads with equal scores by a second quantity.
+    """Order heads with equal scores by a second quantity of equal shape.
 
-    Args:
-        scores, by: finite tensors of equal shape.
-
-    Returns:
-        Float32 scores, each moved by less than half the smallest gap between different scores, so that different ones
-        keep their order. Equal ones get the order of ``by``, to float32 precision.
+    Returns float32 scores, each moved by less than half the smallest gap between different scores, so that these keep
+    their order.
     """
     values = scores.double().unique()
     gap = values.diff().min() if len(values) > 1 else torch.ones((), dtype=torch.float64)

@@ -62,18 +62,10 @@ def convert_and_heal(
     measure: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert a model and heal the result.
+    """Convert a model, heal the result within ``max_seconds`` or ``max_steps``, and return the healed checkpoint.
 
-    Args:
-        request: see :func:`surgery.structures.converter.convert`.
-        budget: ``max_seconds`` or ``max_steps`` of the training, without loading and measuring.
-        measure: see :class:`surgery.healing.heal.HealRequest`.
-
-    Returns:
-        The healed checkpoint. The layers in its report are JSON values.
-
-    Raises:
-        SurgeryError: errors of a conversion or a healing; invalid healing settings are found before the conversion.
+    For ``measure`` see :class:`surgery.healing.heal.HealRequest`. Raises SurgeryError: errors of a conversion or a
+    healing; invalid healing settings are found before the conversion.
     """
     if "WORLD_SIZE" in os.environ:
         raise SurgeryError(
@@ -103,8 +95,7 @@ def convert_and_heal(
 def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[ConversionPlan, HealingPlan | None]:
     """Plan `convert_and_heal` without running it; the healing of a vision-language model has no plan before conversion.
 
-    Raises:
-        SurgeryError: the conversion or the healing is impossible.
+    Raises SurgeryError: the conversion or the healing is impossible.
     """
     healing = _healing_request(request, _output_path(request), budget, None)
     with TemporaryFolder("outline") as folder:
@@ -123,10 +114,7 @@ def _output_path(request: ConversionRequest) -> Path:
 
 
 def _healing_request(
-    request: ConversionRequest,
-    out: Path,
-    budget: Mapping[str, float],
-    measure: Mapping[str, Any] | None,
+    request: ConversionRequest, out: Path, budget: Mapping[str, float], measure: Mapping[str, Any] | None
 ) -> HealRequest:
     """Build the request of the healing, with an empty student."""
     settings = request.settings
@@ -148,8 +136,7 @@ def _healing_request(
 def _check_healable(request: ConversionRequest, healing: HealRequest, outline: Path) -> None:
     """Check that the result can be healed, with an outline: a checkpoint with its config and shapes only.
 
-    Raises:
-        SurgeryError: the result could not be healed.
+    Raises SurgeryError: the result could not be healed.
     """
     register()
     teacher = open_source(request.source)

@@ -24,14 +24,10 @@ from surgery.training.preparation import COMPUTED, PRECISIONS
 
 @dataclass(frozen=True)
 class HealingPlan:
-    """Dry run of a healing, as JSON values.
+    """Dry run of a healing, as JSON values: settings, estimate, disk bytes of the result and checkpoints, and work.
 
-    Attributes:
-        settings: settings of the training.
-        estimate: device memory, steps and FLOPs (`surgery.training.estimate.Estimate`).
-        disk: bytes of the result, of the training checkpoints, and free bytes.
-        work: FLOPs, FLOP/s of this machine and estimated seconds, as in a conversion's dry run; None if a launcher may
-            use other machines or only time limits the run.
+    ``work`` is FLOPs, FLOP/s of this machine and estimated seconds; None if a launcher may use other machines or only
+    time limits the run.
     """
 
     student: str
@@ -45,8 +41,7 @@ class HealingPlan:
 def plan_healing(request: HealRequest) -> HealingPlan:
     """Plan `heal_checkpoint` for a request from the models' configs, without training or writing.
 
-    Raises:
-        SurgeryError: the request is impossible.
+    Raises SurgeryError: the request is impossible.
     """
     register()
     student = open_source(request.student)
@@ -67,7 +62,7 @@ def plan_healing(request: HealRequest) -> HealingPlan:
     costs = estimate(*configs, settings, processes, sharded=is_sharded(request.launcher))
     rate = None
     if request.launcher is None:
-        one = measure_speed(device, COMPUTED[PRECISIONS[settings.dtype]])["flops_per_second"]
+        one = measure_speed(device, COMPUTED[PRECISIONS[settings.dtype]])
         rate = one * (processes if device.type == "cuda" else 1)  # processes share the CPU
     seconds = seconds_of(costs.total_flops, rate)
     if settings.max_seconds is not None:

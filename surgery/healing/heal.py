@@ -67,16 +67,12 @@ class HealRequest:
     """Request for a healing.
 
     Attributes:
-        student: converted checkpoint.
         out: output folder; by default the student's name with the suffix "-healed".
-        config: YAML file of :class:`surgery.training.settings.HealSettings`; None for the defaults.
-        overrides: settings by name that override the file's.
+        config: YAML file of :class:`surgery.training.settings.HealSettings`, which ``overrides`` override by name.
         processes: number of processes; None for the ``launcher``'s number, or 1 without a launcher.
         launcher: accelerate config file (`surgery.healing.launchers.find_launcher`).
-        measure: evaluation settings by name for the source, the student and the healed checkpoint; None skips the
-            evaluation.
+        measure: evaluation settings by name for source, student and healed checkpoint; None skips the evaluation.
         restart: start from scratch instead of resuming an interrupted healing.
-        command: the user's command line, for the report.
     """
 
     student: str
@@ -107,11 +103,9 @@ class Healed:
 def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> Healed:
     """Train, verify, measure and write a checkpoint. The same request resumes an interrupted healing.
 
-    The training's files are in ``<out>.healing`` until the healing is finished.
-
-    Raises:
-        SurgeryError: the request is impossible, another process heals into the same output, the training failed, or
-            its result does not pass verification.
+    The training's files are in ``<out>.healing`` until the healing is finished. Raises SurgeryError: the request is
+    impossible, another process heals into the same output, the training failed, or its result does not pass
+    verification.
     """
     progress = progress or Progress(silent=True)
     student = open_source(request.student)
@@ -208,9 +202,7 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
     """Return the request with the student's recorded source as teacher, unless teacher, logits or objective are set.
 
     A custom objective may need no teacher; the default objective would silently become cross-entropy without one.
-
-    Raises:
-        SurgeryError: the source cannot be found.
+    Raises SurgeryError: the source cannot be found.
     """
     values = {**(read_mapping(request.config) if request.config else {}), **request.overrides}
     if any(values.get(name) for name in LEARNED_FROM):
@@ -229,15 +221,10 @@ UNRECORDED = ("student", "teacher", "teacher_logits", "out", "entry_factors", "o
 def training_settings(
     request: HealRequest, student: CheckpointReader, work: Path, out: Path | None = None
 ) -> HealSettings:
-    """Build the training settings of a request.
+    """Build the training settings of a request, with files in ``work``, and the tracker's next to ``out``.
 
-    Args:
-        work: work folder for the training's files.
-        out: folder of the healed checkpoint, next to which the tracker's files stay; None for ``work``.
-
-    Raises:
-        SurgeryError: a setting is unknown or impossible, or the student's cache computes a basis per prompt, which has
-            no weights to train.
+    Raises SurgeryError: a setting is unknown or impossible, or the student's cache computes a basis per prompt, which
+    has no weights to train.
     """
     read = read_mapping(request.config) if request.config else {}
     settings = HealSettings.from_mapping({**read, **request.overrides}, str(request.config or "heal"))
@@ -268,9 +255,7 @@ def is_already_healed(request: HealRequest) -> bool:
     """Return whether the output exists, healed from the same student and teacher with the same settings.
 
     Settings that are newer than the output count as their defaults; settings that were removed since are ignored.
-
-    Raises:
-        SurgeryError: the output exists with another student, teacher or settings.
+    Raises SurgeryError: the output exists with another student, teacher or settings.
     """
     out = request.out or default_output(request.student, "healed")
     if not out.exists():
@@ -363,8 +348,7 @@ def _quality(
 def _earlier(folder: Path) -> list[dict[str, Any]]:
     """Return the records of earlier healing stages from a student's folder, as a flat list.
 
-    Raises:
-        SurgeryError: a record is damaged.
+    Raises SurgeryError: a record is damaged.
     """
     before = (read_report(folder) or {}).get("healing")
     path = folder / HEALING

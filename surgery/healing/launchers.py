@@ -22,8 +22,7 @@ SHIPPED = Path(__file__).parent.parent / "configs" / "accelerate"
 def find_launcher(name: str | Path) -> Path:
     """Resolve an accelerate config: a path, or the name of a shipped one.
 
-    Raises:
-        SurgeryError: there is no such file or name, or the file cannot be read.
+    Raises SurgeryError: there is no such file or name, or the file cannot be read.
     """
     path = Path(name).expanduser()
     if not path.is_file():

@@ -18,10 +18,8 @@ def find_source(converted: CheckpointReader) -> Path:
     """Find the source of a converted checkpoint: the original model, or the closest available stage after it.
 
     Reports hold names, not paths. The search covers folders and GGUF files of that name next to the checkpoint and in
-    the working directory, named models, and the recorded hub revision. The recorded hash must match.
-
-    Raises:
-        SurgeryError: there is no report, or no source with the recorded hash.
+    the working directory, named models, and the recorded hub revision. The recorded hash must match. Raises
+    SurgeryError: there is no report, or no source with the recorded hash.
     """
     sources = [report["source"] for report in _reports(converted.path)]
     if not sources:

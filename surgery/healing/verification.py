@@ -16,9 +16,8 @@ def verify_healed(
 ) -> Verification:
     """Run a healed checkpoint layer by layer, with and without its caches.
 
-    Raises:
-        SurgeryError: tensors or config differ from the student's, decoding differs from one forward pass, or the caches
-            hold other bytes than predicted.
+    Raises SurgeryError: tensors or config differ from the student's, decoding differs from one forward pass, or the
+    caches hold other bytes than predicted.
     """
     _check_form(healed, student)
     view = unfused(healed)

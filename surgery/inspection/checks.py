@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
+from transformers import DynamicCache
 
 from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
@@ -26,13 +28,14 @@ from surgery.checkpoint.tensors import all_finite
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
 from surgery.common.progress import Progress
-from surgery.inspection.whole_model import check_whole_model
+from surgery.model.cache_argument import CACHE
 from surgery.running.kv_bytes import kv_bytes_of
+from surgery.running.models import whole_model
+from surgery.running.source import OwnSource, Source
 from surgery.running.unfused import open_model
 from surgery.verification.again import open_written, run_layers, verify_again
-from surgery.verification.files import FileComparison, compare_files
 from surgery.verification.probe import compute_probe, probe_difference
-from surgery.verification.record import Recorded
+from surgery.verification.record import FileComparison, Recorded, compare_files
 from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE, prompt_of
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
@@ -56,12 +59,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Checked:
-    """Results of all checks of a checkpoint.
-
-    Attributes:
-        unlisted: kinds of the files that the report does not list, by name.
-        source_files: names of the source's files that were copied or left out, as in the report.
-    """
+    """Results of all checks of a checkpoint, kinds of unlisted files, and of the source's files."""
 
     path: str
     checks: list[Check]
@@ -81,15 +79,9 @@ class _NotChecked(Exception):
 def verify_checkpoint(
     source: str | Path, *, device: str = "auto", seed: int = 0, progress: Progress | None = None
 ) -> Checked:
-    """Run all checks on a checkpoint; failures are reported, not raised.
+    """Run all checks on a folder or hub id, on random tokens; failures are reported, not raised.
 
-    Args:
-        source: folder or hub id of a checkpoint, converted or not.
-        device: device on which layers run.
-        seed: seed of the random tokens.
-
-    Raises:
-        SurgeryError: there is no checkpoint, or its files are inconsistent.
+    Raises SurgeryError: there is no checkpoint, or its files are inconsistent.
     """
     progress = progress or Progress(silent=True)
     reader = open_model(source)
@@ -213,3 +205,50 @@ def _whole(reader: CheckpointReader, opened, seed: int) -> str:
     if needed > psutil.virtual_memory().available // 2:
         raise _NotChecked(f"needs {size(needed)} of memory")
     return check_whole_model(reader, opened, seed)
+
+
+LENGTH, PIECES, PADDING = 48, (20, 20, 8), 5
+WHOLE_TOLERANCE = 1e-3
+"""Tolerance of logits in float32, relative to their standard deviation."""
+
+
+@torch.no_grad()
+def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed: int) -> str:
+    """Check that logits do not depend on how a prompt is split, or on other rows; return a summary of the comparisons.
+
+    Caches with scales or bases of token groups are not left-padded, which would shift the groups. Caches that quantize
+    groups of tokens are not read in pieces either: the pass that completes a group computes another function. Raises
+    SurgeryError: transformers does not load the model, or logits depend on splits or on other rows.
+    """
+    model = whole_model(reader.model_folder(), dtype=torch.float32).to(opened.stream.device)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(opened.config.vocab_size, (1, LENGTH), generator=generator).to(model.device)
+    whole = model(ids).logits
+    entries, spread = layer_entries(reader.config), float(whole.std())
+    quantized = bool(reader.config.get("kv_cache"))
+    grouped = quantized or any(entry.shares_cache for entry in entries)
+    rounds = quantized or any(entry.quantizes for entry in entries)
+
+    def compare(other: Tensor, how: str) -> None:
+        difference = float((other - whole[:, -other.shape[1] :]).abs().max()) / max(spread, 1e-30)
+        if not difference <= (QUANTIZED_TOLERANCE if rounds else WHOLE_TOLERANCE):
+            raise SurgeryError(
+                f"logits {how} differ by {difference:.1e} of their standard deviation from those of one pass"
+            )
+
+    by_layers = opened.stream.logits(run_layers(opened.stream, ids.cpu(), None)[:, -1:].to(opened.stream.device))
+    if not quantized:
+        compare(by_layers.to(whole), "of layers run one by one")
+        cache = DynamicCache(config=model.config)
+        pieces = [model(piece, **{CACHE: cache}).logits for piece in ids.split(PIECES, dim=1)]
+        compare(torch.cat(pieces, dim=1), "of a prompt in pieces")
+    padding = 0 if grouped else PADDING
+    rows = torch.cat([torch.cat([ids.new_zeros(1, padding), ids], dim=1), torch.cat([ids, ids[:, :padding]], dim=1)])
+    mask = torch.ones_like(rows)
+    mask[0, :padding] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)  # like `generate`
+    batched = model(rows, attention_mask=mask, position_ids=positions).logits[:1, -LENGTH:]
+    compare(batched, "of a row next to another")
+    ways = [] if quantized else ["layer by layer", "in pieces"]
+    ways.append("next to another row" if grouped else "left-padded next to another row")
+    return f"{type(model).__name__}: equal logits {', '.join(ways)}"

@@ -30,8 +30,7 @@ NUMBER = re.compile(r"\d[\d,.]*(?<![,.])")
 def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of an :class:`surgery.inspection.inspect.Inspection`.
 
-    Raises:
-        SurgeryError: the config is damaged or incomplete.
+    Raises SurgeryError: the config is damaged or incomplete.
     """
     config, dtype = load_config(reader.path), attention_dtype(reader)
     own = config if config.model_type == MODEL_TYPE else None

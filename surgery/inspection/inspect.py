@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from surgery.engines.verdict import loads
 from surgery.families import head_shape
-from surgery.inspection.advice import advice
 from surgery.inspection.architecture import model_facts
 from surgery.inspection.converted import MODEL_TYPES, converted_facts
-from surgery.inspection.targets import forecast_targets, smallest_targets
+from surgery.inspection.targets import forecast_targets, option_ranks, smallest_targets
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.plain_decoder import plain_config
 from surgery.running.source import Source
@@ -30,7 +32,7 @@ class Inspection:
         windows: sliding window in tokens of every layer with keys and values; None for full attention.
         kv: KV bytes per token, and of one sequence by its length, in the checkpoint's dtype.
         targets: possible conversions: model class and reasons, KV bytes, and the engines that load the result.
-        advice: recommended targets, :func:`surgery.inspection.advice.advice`; empty if none applies.
+        advice: recommended targets, :func:`surgery.inspection.inspect.advice`; empty if none applies.
     """
 
     name: str
@@ -47,8 +49,7 @@ class Inspection:
 def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Inspection:
     """Inspect a checkpoint; unsupported attention is reported as the reason why a target does not apply.
 
-    Raises:
-        SurgeryError: the checkpoint cannot be read, or its model family is not supported.
+    Raises SurgeryError: the checkpoint cannot be read, or its model family is not supported.
     """
     reader = open_model(source, allow_pickle=allow_pickle)
     if reader.config.get("model_type") in MODEL_TYPES:
@@ -93,3 +94,36 @@ def _architecture(opened: Source) -> dict:
 
 def _attention_dtype(opened: Source):
     return opened.reader.info(opened.family.attention_names(opened.reader, opened.first_layer)[0]).dtype
+
+
+def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Choose the recommended rows of :func:`surgery.inspection.targets.forecast_targets`, before any calibration.
+
+    KV bytes and engine support are computed for this checkpoint. The ranking by quality is that of SmolLM2-135M
+    (docs/results.md); ``surgery plan`` measures the checkpoint itself.
+
+    Args:
+        smallest: additional rows with smaller budgets (:func:`surgery.inspection.targets.smallest_targets`).
+
+    Returns:
+        "quality" and "smallest": a row each; "engines": a row for each engine that loads one, by test or by its own
+        check. Empty if no target applies. Rows with a caution are left out, except from ``smallest``.
+    """
+    applicable = [row for row in targets if row["applies"] and not row["caution"]]
+    if not applicable:
+        return {}
+    ranks = option_ranks()
+    all_sizes = [*applicable, *(row for row in smallest if row["applies"])]
+    # In the order of the targets, caches that engines read directly precede those that are rebuilt at every step.
+    names = [row["to"] for row in applicable]
+    engines = {}
+    for name in applicable[0]["engines"]:
+        loadable = [row for row in reversed(applicable) if loads(row["engines"][name])]
+        if loadable and name != "transformers":
+            engines[name] = min(loadable, key=lambda row: (names.index(row["to"]), name not in row["command"]))
+    return {
+        "quality": min(applicable, key=lambda row: ranks.get(row["command"], len(ranks))),
+        # At the longest context, where a full-precision window matters little.
+        "smallest": min(all_sizes, key=lambda row: list(row["kv_ratio_at"].values())[-1]),
+        "engines": engines,
+    }

@@ -34,9 +34,7 @@ class Sized:
     """Candidate conversion with its size.
 
     Attributes:
-        asked: settings of the conversion in addition to the plan's.
-        settings: all settings of the conversion.
-        config: config.json of the result.
+        asked: settings of the conversion in addition to the plan's; ``settings`` are all.
         kv_bytes: KV bytes of all sequences at the plan's context.
         engines: each engine's verdict on the result.
         engine, status: always None, unlike those of an :class:`surgery.planning.engine_formats.EngineFormat`.
@@ -83,15 +81,10 @@ class Sized:
 
 
 class Candidates:
-    """Generator of sized candidates.
+    """Generator of sized candidates; ``refused`` has the reasons of others by name.
 
-    Args:
-        opened: the source.
-        work: context with the statistics of all layers and without held-out text, so that budgets are split over layers
-            without measurements; None for a dry run, which does not split budgets.
-
-    Attributes:
-        refused: reasons of refused candidates, by name; ``source_bytes``: KV bytes of the source.
+    ``work`` has the statistics of all layers and no held-out text, so that budgets are split over layers without
+    measurements; None for a dry run, which does not split budgets.
     """
 
     def __init__(self, opened: Source, work: ConversionContext | None, settings: PlanSettings):
@@ -129,12 +122,7 @@ class Candidates:
     def sized(
         self, target: Target, overrides: dict[str, Any], share: float | None, *, record: bool = True
     ) -> Sized | None:
-        """Size a candidate to at most a share of the source's bytes; return None if it is refused.
-
-        Args:
-            share: None for the candidate's own size.
-            record: whether to record the reason of a refusal in :attr:`refused`.
-        """
+        """Size a candidate to at most a share of the source's bytes, or its own size; None if it is refused."""
         try:
             result = (
                 self._create(target, overrides) if share is None else self._largest_within(target, overrides, share)
@@ -202,8 +190,7 @@ def structure_of(
 ) -> Structure:
     """Create the structure that converts a source with a plan's settings and a candidate's ``overrides``.
 
-    Raises:
-        SurgeryError: the source does not support the conversion.
+    Raises SurgeryError: the source does not support the conversion.
     """
     own = target.settings({**settings.common(), **overrides})
     return target.structure().for_source(opened.reader.config, own)(opened, own, progress)

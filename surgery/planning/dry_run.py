@@ -28,8 +28,8 @@ class PlanForecast:
     Attributes:
         source: its name, and its KV bytes at the plan's context and batch.
         kv_ratio: budget as a share of these bytes; None if the budget is a loss.
-        candidates: ``name``, ``kv_bytes`` and ``kv_ratio`` of the candidates of the first round, the largest first.
-            Later rounds try the best ones at sizes around the budget.
+        candidates: those of the first round, the largest first. Later rounds try the best ones at sizes around the
+            budget.
         refused: reasons of refused candidates, by name.
         work: FLOPs, measured FLOP/s, and estimated seconds.
     """
@@ -52,10 +52,8 @@ def forecast_plan(
     """List the candidates of a plan and estimate its time.
 
     The time assumes that forward passes run at the speed of one matrix product, as in a conversion's dry run. It is
-    accurate within a factor of two or three.
-
-    Raises:
-        SurgeryError: the source cannot be read or converted, or its cache fits the memory already.
+    accurate within a factor of two or three. Raises SurgeryError: the source cannot be read or converted, or its cache
+    fits the memory already.
     """
     called = called or str(source)
     reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)

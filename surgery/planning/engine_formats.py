@@ -36,12 +36,9 @@ EXACT = Exact()
 
 @dataclass(frozen=True)
 class EngineFormat:
-    """Cache format of the plan's engine, for the unconverted source.
+    """Cache format of the plan's engine, for the unconverted source, with its server's command without cache flags.
 
-    Attributes:
-        serve: command of the engine's server, without cache flags.
-        layers: an empty cache layer for each layer; sliding-window layers stay in full precision.
-        skipped: other layers that a flag of the engine leaves in full precision.
+    ``layers`` has an empty cache layer for each; sliding-window layers, and ``skipped`` ones, stay in full precision.
     """
 
     engine: str
@@ -120,12 +117,7 @@ class EngineFormat:
         return replace(self, layers=tuple(caches), skipped=tuple(layers))
 
     def filled(self, budget: float, order: Sequence[int]) -> EngineFormat | None:
-        """Return the format with as many layers in full precision as fit a budget; None if not even one fits.
-
-        Args:
-            budget: KV bytes.
-            order: layers, the most sensitive first.
-        """
+        """Return the format with as many layers, most sensitive first, in full precision as fit the bytes; or None."""
         best = None
         for count in range(1, len(order)):
             larger = self.skipping(order[:count])
@@ -140,12 +132,7 @@ Weighed = Sized | EngineFormat
 
 
 class CodedAttention(nn.Module):
-    """Attention over keys and values in an engine's cache format; prefill only.
-
-    Args:
-        anatomy: anatomy of the layer's full attention.
-        cache: an empty cache layer of the format.
-    """
+    """Full attention over keys and values in an engine's cache format, of an empty cache layer; prefill only."""
 
     def __init__(self, anatomy: AttentionAnatomy, cache: CodedLayer):
         super().__init__()
@@ -158,12 +145,7 @@ class CodedAttention(nn.Module):
 
 
 def engine_formats(opened: Source, settings: PlanSettings, called: str, refused: dict[str, str]) -> list[EngineFormat]:
-    """Return the cache formats of the plan's engine that the source supports.
-
-    Args:
-        called: name of the source in commands.
-        refused: dict to which reasons of refused formats are added.
-    """
+    """Return the cache formats of the plan's engine that the source supports; adds reasons of others to ``refused``."""
     if settings.engine is None or not settings.allows(ENGINE):
         return []
     candidates = []
@@ -194,8 +176,7 @@ def engine_formats(opened: Source, settings: PlanSettings, called: str, refused:
 def _server(opened: Source, engine: str, called: str) -> str:
     """Return the command of the engine's server for the source.
 
-    Raises:
-        SurgeryError: the engine does not load the source, or the source caches latents.
+    Raises SurgeryError: the engine does not load the source, or the source caches latents.
     """
     config = opened.reader.config
     if config["model_type"] in LATENT_FAMILIES:

@@ -47,16 +47,14 @@ class Increase:
 
 @dataclass(frozen=True)
 class Scored:
-    """Held-out measurement of a model.
+    """Held-out measurement of a model, in nats per token.
 
     Attributes:
-        losses: loss of each text in nats per token.
-        answers: loss on the answers of recall prompts in nats per token; None without prompts. Smoother than the recall
-            of so few prompts.
-        recall: share of correctly answered prompts; None without prompts.
-        divergence: divergence from the source in nats per token: half the mean squared change of token losses. This is
-            the KL divergence to second order if the source's probabilities are the true ones. It has a hundred times
-            less noise than the mean change, whose terms have both signs.
+        losses: loss of each text.
+        answers: loss on the answers of recall prompts, smoother than their recall; None without prompts.
+        divergence: half the mean squared change of token losses from the source. This is the KL divergence to second
+            order if the source's probabilities are the true ones, and has a hundred times less noise than the mean
+            change.
     """
 
     losses: list[float]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from surgery.checkpoint.pictures import save_figure
+from surgery.checkpoint.disk import written_whole
+from surgery.common.pictures import check_picture, marking
 from surgery.structures.registry import find_target
 
 if TYPE_CHECKING:
@@ -33,11 +34,7 @@ def draw(plan: Plan) -> Figure:
         for number, kind in enumerate(kinds):
             points = [(100 * row.kv_ratio, max(row.loss_increase, LEAST)) for row in plan.rows if _kind(row) == kind]
             round_of_colors, color = divmod(number, len(PALETTE))
-            look = {
-                "color": PALETTE[color],
-                "marker": "os"[round_of_colors % 2],
-                "linestyle": DASHES[round_of_colors],
-            }
+            look = {"color": PALETTE[color], "marker": "os"[round_of_colors % 2], "linestyle": DASHES[round_of_colors]}
             axes.plot(*zip(*points, strict=True), label=kind, **look)
         choice = plan.chosen
         point = 100 * choice.kv_ratio, max(choice.loss_increase, LEAST)
@@ -54,11 +51,7 @@ def draw(plan: Plan) -> Figure:
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Save the plot to a file (png, svg, pdf).
-
-    Raises:
-        SurgeryError: the file cannot be written.
-    """
+    """Save the plot to a file (png, svg, pdf). Raises SurgeryError: the file cannot be written."""
     save_figure(draw(plan), path)
 
 
@@ -67,3 +60,18 @@ def _kind(row) -> str:
         return f"{row.engine}'s own"
     bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
     return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # named unless always quantized
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_figure(figure: Figure, path: Path, **options: Any) -> Path:
+    """Write a figure as png, svg or pdf, by the suffix.
+
+    Raises SurgeryError: the file cannot be written, or has another suffix.
+    """
+    kind = check_picture(path)
+    with written_whole(path) as part:
+        figure.savefig(part, format=kind, metadata=marking(kind), **options)
+    return path

@@ -48,7 +48,6 @@ class Plan:
         source: facts of the source; ``sha256`` is None without an output file.
         budget: KV bytes, share of the source's, context and batch; or the largest allowed loss increase.
         rows: measured candidates, by bytes; ``choice`` is the index of the chosen one.
-        refused: reasons of refused candidates, by name.
     """
 
     source: dict[str, Any]
@@ -106,16 +105,9 @@ def make_plan(
 ) -> Plan:
     """Find the conversion with the least loss within a byte budget, or with the fewest bytes within a loss budget.
 
-    Args:
-        called: name of the source in commands; None for its path.
-        allow_pickle: read pickled weights if there are no others.
-        out: path of the plan file. Next to it, ``<out>.statistics.partial`` holds the statistics and the simulation's
-            state, from which an interrupted plan resumes. None writes nothing.
-        restart: start from scratch instead of resuming an interrupted plan.
-        progress: progress bars; silent if None.
-
-    Raises:
-        SurgeryError: the source cannot be read or converted, or nothing meets the budget.
+    ``called`` names the source in commands. Next to the plan file ``out``, ``<out>.statistics.partial`` holds the state
+    from which an interrupted plan resumes; None writes nothing. Raises SurgeryError: the source cannot be read or
+    converted, or nothing meets the budget.
     """
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
     reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)
@@ -162,8 +154,7 @@ def _measure_rounds(
 ) -> Rounds:
     """Measure candidates at the share of the source's bytes and around it, or until a loss budget is met.
 
-    Raises:
-        SurgeryError: there are no candidates.
+    Raises SurgeryError: there are no candidates.
     """
     own = engine_formats(work.opened, settings, called, candidates.refused)
     entries = [*first_round(candidates, share), *own]
@@ -219,10 +210,7 @@ def open_work(
 ) -> Iterator[ConversionContext]:
     """Yield a context with the statistics of all layers for every structure, and without held-out text.
 
-    Without held-out text, structures split budgets over layers from statistics alone.
-
-    Args:
-        out, restart: see :func:`make_plan`.
+    Structures then split budgets over layers from statistics alone.
     """
     snapshots = Snapshots()
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
@@ -249,8 +237,7 @@ def open_work(
 def budget_share(settings: PlanSettings, opened: Source) -> float | None:
     """Return the budget as a share of the source's KV bytes; None if the budget is a loss.
 
-    Raises:
-        SurgeryError: the source's own cache fits in the memory.
+    Raises SurgeryError: the source's own cache fits in the memory.
     """
     if settings.max_loss is not None:
         return None

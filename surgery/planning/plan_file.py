@@ -69,11 +69,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> PlannedConversion:
-    """Read a plan file.
-
-    Raises:
-        SurgeryError: the file is not a plan, or its choice needs no conversion.
-    """
+    """Read a plan file. Raises SurgeryError: the file is not a plan, or its choice needs no conversion."""
     entries = read_mapping(path)
     if "serve" in entries:
         raise SurgeryError.at(

@@ -21,12 +21,8 @@ Scores = list[tuple[Scored, Scored]]
 class Rounds:
     """Candidates and their scores over all rounds.
 
-    Args:
-        held_out: text and prompts of all rounds.
-        measure: measures candidates on a part of ``held_out``.
-        rows_of: builds rows from candidates and their scores, in order.
-        share: budget as a share of the source's bytes; None for a loss budget.
-        refused: reasons of refused candidates by name, to which those whose loss is not finite are added.
+    ``measure`` measures candidates on a part of ``held_out``, ``rows_of`` builds rows in order. ``share`` is the
+    budget, None for a loss. Candidates whose loss is not finite are added to ``refused``.
     """
 
     def __init__(

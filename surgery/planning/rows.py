@@ -29,17 +29,15 @@ class Row:
 
     Attributes:
         to: target of the conversion, with the settings ``asked``; None for an engine's own cache format.
-        name: display name.
         command: command line that converts the source, or serves it with the engine's format.
         kv_bytes: KV bytes of all sequences at the plan's context; ``kv_ratio`` is their share of the source's.
         loss_increase: nats per token over the source's; ``low`` and ``high`` are its 80% interval on other text.
         by_text: loss increase on each text; rows of fewer rounds have the first texts only.
         divergence: divergence from the source, see :class:`surgery.planning.measure.Scored`.
-        answer_increase: loss increase on answers of recall prompts, nats per token; ``recall`` is the share of correct
-            answers.
-        cost: score to compare: the loss increase plus `ANSWER_WEIGHT` times the increase on answers, if positive.
+        answer_increase: loss increase on answers of recall prompts; ``recall`` is the share of correct answers.
+        cost: the loss increase plus `ANSWER_WEIGHT` times the increase on answers, if positive.
         best: whether the row is on the Pareto front: no other one costs less with no more bytes.
-        engine: engine of the cache format; None for a conversion. ``status``: how the simulated arithmetic was checked.
+        engine: engine of the cache format; ``status``: how the simulated arithmetic was checked.
     """
 
     to: str | None
@@ -73,17 +71,9 @@ class Row:
 
 
 def rows_of(
-    weighed: Sequence[Weighed],
-    scores: Sequence[tuple[Scored, Scored]],
-    source_bytes: float,
-    called: str,
+    weighed: Sequence[Weighed], scores: Sequence[tuple[Scored, Scored]], source_bytes: float, called: str
 ) -> list[Row]:
-    """Build the rows in the order of their candidates.
-
-    Args:
-        scores: scores of each candidate, and of the source on the same texts.
-        called: name of the source in commands.
-    """
+    """Build the rows of candidates in order, from their scores and the source's on the same texts."""
     rows = []
     for sized, (score, source) in zip(weighed, scores, strict=True):
         increase = score.beyond(source)
@@ -179,11 +169,7 @@ def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None)
 def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> int:
     """Return the index of the best row within a byte budget (see `alike`), or of the smallest one within a loss.
 
-    Args:
-        rows: sorted by bytes.
-
-    Raises:
-        SurgeryError: no row meets the budget; the message names the nearest one and its loss increase or bytes.
+    Raises SurgeryError: no row meets the budget; the message names the nearest one and its loss increase or bytes.
     """
     if share is not None:
         fitting = alike(rows, share)

@@ -134,11 +134,7 @@ def beyond_positions(tokens: int, positions: int) -> str | None:
 
 
 def parse_tokens(text: str) -> int:
-    """Parse a number of tokens: ``32k`` (k is 1,024) or a plain number.
-
-    Raises:
-        SurgeryError: the text is neither.
-    """
+    """Parse a number of tokens: ``32k`` (k is 1,024) or a plain number. Raises SurgeryError: the text is neither."""
     match = re.fullmatch(r"\s*([0-9]+)\s*(k?)\s*", str(text).lower().replace(",", "").replace("_", ""))
     if not match:
         raise SurgeryError(f"context must be a number of tokens such as 32k or 32768, not {text!r}", setting="context")

@@ -53,12 +53,9 @@ def search_by_loss(
     max_loss: float,
     add: Callable[[Sequence[Weighed]], None],
 ) -> None:
-    """Search the size of each scalable structure that meets the loss budget.
+    """Search the size of each scalable structure that meets the loss budget; ``add`` measures and appends candidates.
 
     Halves the smallest size while its loss is below the budget, then adds an interpolated one just below the budget.
-
-    Args:
-        weighed, scores: measured candidates; ``add`` measures more and appends them.
     """
 
     while more := [

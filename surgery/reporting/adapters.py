@@ -21,14 +21,10 @@ _OF_A_CALLED_MODULE = re.compile(r"(?:key|value)_up\.\d+")
 
 
 def adapter_targets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Group the matrices of the attention layers by how LoRA can target them.
+    """Group the matrices of the attention layers, by tensor shapes, by how LoRA can target them.
 
-    Args:
-        shapes: shapes of all tensors of the language model, by name.
-
-    Returns:
-        `layers`: number of layers with attention. `modules` and `parameters`: names for PEFT, with the number of
-        layers that have each. `without`: names of matrices that PEFT cannot adapt.
+    `layers`: number of layers with attention. `modules` and `parameters`: names for PEFT, with the number of layers
+    that have each. `without`: names of matrices that PEFT cannot adapt.
     """
     layers, modules, parameters, without = set(), Counter(), Counter(), set()
     for name, shape in shapes.items():

@@ -26,9 +26,8 @@ HERITABLE = ("license", "license_name", "license_link", "language")
 def front_matter(report, name: str, *, base_model: str | None = None, inherited: dict[str, Any] | None = None) -> str:
     """Render the front matter of a card, enclosed in lines of dashes, with values escaped for YAML.
 
-    Args:
-        base_model: hub id of the source; None takes it from the report, if it is known.
-        inherited: metadata of the source's card (:func:`of_source`).
+    ``base_model`` is the source's hub id, by default the report's; ``inherited`` its card's metadata
+    (:func:`of_source`).
     """
     base_model = base_model or report.source.get("hub")
     head = {

@@ -17,13 +17,9 @@ OF_THE_HUB = ".gitattributes"
 
 @dataclass(frozen=True)
 class Publication:
-    """Request to publish a checkpoint.
+    """Request to publish a checkpoint to org/name; ``public``: whether a new repository is.
 
-    Attributes:
-        repo: repository id, org/name.
-        public: whether a new repository is public.
-        base_model: hub id of the source, for the card; None takes it from the report.
-        overwrite: whether to replace the files in the repository.
+    ``base_model`` is the hub id of the source, for the card, by default the report's; ``overwrite`` replaces files.
     """
 
     repo: str
@@ -32,11 +28,7 @@ class Publication:
     overwrite: bool = False
 
     def check_names(self) -> None:
-        """Check the names without network access.
-
-        Raises:
-            SurgeryError: a name is not a valid hub id.
-        """
+        """Check the names without network access. Raises SurgeryError: a name is not a valid hub id."""
         for flag, name in (("surgery push", self.repo), ("--base-model", self.base_model)):
             if name is not None and not is_hub_id(name):
                 raise SurgeryError(f"{flag} {name}: not a hub repository name; use org/name")
@@ -44,9 +36,8 @@ class Publication:
     def check(self) -> None:
         """Check names, login and repository on the hub, without changing anything.
 
-        Raises:
-            SurgeryError: a name is invalid, the user is not logged in or may not write to the namespace, or the
-                repository has files and `overwrite` is false.
+        Raises SurgeryError: a name is invalid, the user is not logged in or may not write to the namespace, or the
+        repository has files and `overwrite` is false.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError
@@ -71,17 +62,10 @@ class Publication:
             raise SurgeryError(f"{self.repo}: holds {len(files)} files; choose another name or pass --overwrite")
 
     def push(self, folder: Path, show: Callable[[Upload], None] | None = None) -> str:
-        """Upload a checkpoint in one commit; creates the repository if missing.
+        """Upload a checkpoint in one commit, to a new repository if missing; return its URL.
 
-        Args:
-            show: called with the upload before it starts.
-
-        Returns:
-            URL of the repository.
-
-        Raises:
-            SurgeryError: the folder is not an unmodified checkpoint of this package, or the upload fails. The folder
-                is not changed.
+        ``show`` is called with the upload before it starts. Raises SurgeryError: the folder is not an unmodified
+        checkpoint of this package, or the upload fails. The folder is not changed.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -112,8 +112,7 @@ class SourceShape:
 def reading(path: Path) -> Iterator[None]:
     """Convert the exceptions that a damaged report raises in the block to a SurgeryError.
 
-    Raises:
-        SurgeryError: a value is missing or has the wrong type.
+    Raises SurgeryError: a value is missing or has the wrong type.
     """
     try:
         yield
@@ -125,10 +124,8 @@ def reading(path: Path) -> Iterator[None]:
 def read_report(folder: Path) -> dict | None:
     """Read the report in a checkpoint's folder, with the nested reports of its sources; None if there is no file.
 
-    Reports are untrusted input: the types of all values that tables and model cards show are checked.
-
-    Raises:
-        SurgeryError: the report cannot be read or is damaged.
+    Reports are untrusted input: the types of all values that tables and model cards show are checked. Raises
+    SurgeryError: the report cannot be read or is damaged.
     """
     path = folder / REPORT
     if not path.is_file():

@@ -28,13 +28,10 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_t
 
 @dataclass(frozen=True)
 class Upload:
-    """Checkpoint ready for upload.
+    """Checkpoint ready for upload: content by file name, or the path and SHA-256 of large files.
 
-    Attributes:
-        files: content by file name; a path for large files.
-        hashes: SHA-256 of the files that are given as paths.
-        fields: published values of entries that contained paths, and of commands, by file and entry.
-        strays: names of files that the report does not list and that are not uploaded.
+    ``fields`` are published values of entries that contained paths, and of commands, by file and entry; ``strays`` are
+    names of files that the report does not list and that are not uploaded.
     """
 
     files: dict[str, bytes | Path]
@@ -49,14 +46,9 @@ class Upload:
 
 
 def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Upload:
-    """Read and verify the files of a checkpoint, and remove local paths from them.
+    """Read and verify the files of a checkpoint, and remove local paths from them; the card names repo and source.
 
-    Args:
-        repo: repository id, org/name, for the card.
-        base_model: hub id of the source, for the card; None takes it from the report.
-
-    Raises:
-        SurgeryError: the folder has no report that lists its files, or a file is missing, modified or a link.
+    Raises SurgeryError: the folder has no report that lists its files, or a file is missing, modified or a link.
     """
     report = read_report(folder)
     if report is None:
@@ -94,8 +86,7 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
 def _verified_content(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
     """Return the content of a file, or the path of a large one, after checking its hash.
 
-    Raises:
-        SurgeryError: the hash differs from the report's, or the file is a link.
+    Raises SurgeryError: the hash differs from the report's, or the file is a link.
     """
     _check_no_link(path)
     with disk_errors(path):
@@ -108,11 +99,7 @@ def _verified_content(path: Path, sha256: str, *, in_memory: bool) -> bytes | Pa
 
 
 def _check_no_link(path: Path) -> Path:
-    """Return the path unchanged.
-
-    Raises:
-        SurgeryError: the path is a link to a file outside of the hub's cache.
-    """
+    """Return the path unchanged. Raises SurgeryError: the path is a link to a file outside of the hub's cache."""
     if path.is_symlink() and not is_hub_blob(Path(os.path.realpath(path))):
         raise SurgeryError.at(path, "is a link, which is not uploaded; copy the file in its place")
     return path

@@ -27,15 +27,9 @@ _MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary
 
 
 class ActivationMemory:
-    """Allocator for activations that counts the bytes in use.
+    """Allocator for activations that counts the bytes in RAM, under a limit, and in files.
 
-    Args:
-        limit: maximum bytes in RAM; None: unlimited.
-        folder: folder for spill files, which are unnamed and vanish with their tensors or the process.
-
-    Attributes:
-        used: bytes in RAM in use, counted only under a limit.
-        spilled: bytes in files in use.
+    Spill files in ``folder`` are unnamed and vanish with their tensors or the process.
     """
 
     def __init__(self, limit: int | None, folder: Path):
@@ -45,8 +39,7 @@ class ActivationMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """Allocate an uninitialized tensor, on ``device`` without a limit and on the host with a limit.
 
-        Raises:
-            SurgeryError: the disk is full.
+        Raises SurgeryError: the disk is full.
         """
         size = math.prod(shape) * dtype.itemsize
         if self._limit is None or not size:

@@ -30,12 +30,10 @@ class AttentionCall:
     """Arguments of a call of a layer's attention function.
 
     Attributes:
-        layer: layer index in the model.
         query: [B, H, T, d] after RoPE; query heads of one KV head are adjacent.
         key, value: [B, G, S, d] and [B, G, S, v], cached tokens followed by new ones.
         mask: keys visible to each query, bool [B or 1, 1, T, S]; None for causal attention with T = S.
-        scaling: scale of the scores before the softmax.
-        softcap, sinks: as in :class:`surgery.families.softmax.Softmax`.
+        scaling, softcap, sinks: as in :class:`surgery.families.softmax.Softmax`.
         positions: positions [T] of the queries among the keys; None for the last T.
     """
 
@@ -103,14 +101,9 @@ def tap_attention(
 ) -> Iterator[None]:
     """Let ``function`` compute the attention of all layers of ``model`` in a ``with`` block.
 
-    Gradient checkpointing calls it again on recomputation. Dropout is omitted.
-
-    Args:
-        positions: positions of the tokens whose outputs are needed, in calls with T = S: the last layer computes only
-            these. None for all.
-
-    Raises:
-        SurgeryError: the model does not support attention functions.
+    Gradient checkpointing calls it again on recomputation. Dropout is omitted. With ``positions``, in calls with T = S,
+    the last layer computes the outputs of only these. Raises SurgeryError: the model does not support attention
+    functions.
     """
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface

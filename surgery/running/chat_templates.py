@@ -47,8 +47,7 @@ class ChatTemplate:
     ) -> str:
         """Render one conversation as ``tokenizer.apply_chat_template(..., tokenize=False)`` does.
 
-        Raises:
-            SurgeryError: there is no template, it rejects the conversation, or a limit is reached.
+        Raises SurgeryError: there is no template, it rejects the conversation, or a limit is reached.
         """
         try:
             template = self._tokenizer.get_chat_template(tools=tools)

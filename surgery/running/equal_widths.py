@@ -30,17 +30,12 @@ def equal_widths_attention(
     return out[..., :width], None
 
 
-def takes_attention_functions(model: PreTrainedModel) -> bool:
-    """Return whether a model is loaded with SDPA and supports other attention functions."""
-    return getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
-
-
 def use_equal_widths(model: PreTrainedModel) -> bool:
     """Switch a model to `equal_widths_attention`; return False if it does not support attention functions."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if not takes_attention_functions(model):
+    if not getattr(model, "_supports_attention_backend", False) or model.config._attn_implementation != "sdpa":
         return False
     ALL_ATTENTION_FUNCTIONS.register(NAME, equal_widths_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

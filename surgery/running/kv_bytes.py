@@ -38,11 +38,7 @@ class KVBytes(Protocol):
 def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
     """Predict the KV bytes of the model of a config.json whose weights have this dtype. States are not counted.
 
-    Args:
-        config: of any checkpoint that is read or written here, or of a vision-language model around one.
-
-    Raises:
-        SurgeryError: the config is impossible.
+    Raises SurgeryError: the config is impossible.
     """
     text = config.get("text_config")
     if isinstance(text, dict) and text.get("model_type") == SurgeryConfig.model_type:
@@ -64,25 +60,14 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
 def kv_shares(
     config: dict[str, Any], dtype: torch.dtype, source: dict[str, Any], source_dtype: torch.dtype, limit: int
 ) -> dict[str, float]:
-    """Predict KV bytes as a share of the source's at 4k and 32k tokens, as far as the model takes them, and at its
-    limit.
-
-    Args:
-        config: config.json of the result, and ``source`` of what it is made of.
-        dtype: of its weights, and ``source_dtype`` of the source's.
-        limit: tokens that the model takes.
-    """
+    """Predict KV bytes of a result as a share of the source's at 4k, 32k and the limit of tokens."""
     bytes_at, source_at = kv_bytes_of(config, dtype), kv_bytes_of(source, source_dtype)
     lengths = [*(tokens for tokens in USEFUL if tokens < limit), limit]
     return {str(tokens): bytes_at(tokens) / source_at(tokens) for tokens in lengths}
 
 
 def kv_cache_bytes(
-    config: SurgeryConfig | PlainConvertedConfig,
-    batch: int,
-    tokens: int,
-    dtype: torch.dtype,
-    prompt: int | None = None,
+    config: SurgeryConfig | PlainConvertedConfig, batch: int, tokens: int, dtype: torch.dtype, prompt: int | None = None
 ) -> int:
     """Return what `kv_cache_bytes` of a model of the custom model class returns, without the model."""
     if any(entry.shares_cache for entry in entries_of(config)):

@@ -41,12 +41,7 @@ POSITIONS = "model.embed_positions.weight"
 class LayerStream:
     """Causal model whose layers are loaded to run and then dropped, except those of a model up to `SMALL`.
 
-    Args:
-        reader: open checkpoint.
-        config: its transformers config.
-        single_layer_config: returns the config of a one-layer model with layer ``i``.
-        device: device of the layers.
-        dtype: compute dtype, to which weights are cast.
+    ``single_layer_config`` returns the config of a one-layer model with layer ``i``; weights are cast to ``dtype``.
     """
 
     def __init__(
@@ -74,9 +69,8 @@ class LayerStream:
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed token ids [N, T] to [N, T, D].
 
-        Raises:
-            SurgeryError: the texts are so long that query scaling, other LongRoPE frequencies or a second attention
-                chunk would apply, which are not simulated.
+        Raises SurgeryError: the texts are so long that query scaling, other LongRoPE frequencies or a second attention
+        chunk would apply, which are not simulated.
         """
         unchanged = unchanged_length(self.config)
         if unchanged is not None and tokens.shape[1] > unchanged:

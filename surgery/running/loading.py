@@ -46,8 +46,7 @@ def is_of_loading(error: Exception) -> bool:
 def causal_class(config: Any) -> type[PreTrainedModel]:
     """Return the language model class for a config; Mistral Small 4's is listed only as vision-language.
 
-    Raises:
-        KeyError: there is no such class.
+    Raises KeyError: there is no such class.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -59,8 +58,7 @@ def causal_class(config: Any) -> type[PreTrainedModel]:
 def loading(what: str, remedy: str = "") -> Iterator[None]:
     """Convert transformers' errors in a block that loads ``what`` to a one-line SurgeryError.
 
-    Raises:
-        SurgeryError: loading failed; ``remedy`` is appended to the message.
+    Raises SurgeryError: loading failed; ``remedy`` is appended to the message.
     """
     try:
         yield
@@ -128,8 +126,7 @@ def with_standard_names(config):
 def load_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the transformers config of a folder; runs remote code only if trusted.
 
-    Raises:
-        SurgeryError: transformers cannot load it.
+    Raises SurgeryError: transformers cannot load it.
     """
     from transformers import AutoConfig
 
@@ -143,13 +140,9 @@ def load_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedCon
 def load_tokenizer(
     path: Path, *, called: str | None = None, trust_remote_code: bool = False, remedy: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder; runs remote code only if trusted.
+    """Load the tokenizer of a folder, ``called`` so in errors; runs remote code only if trusted.
 
-    Args:
-        called: name of the folder in error messages; None: its path.
-
-    Raises:
-        SurgeryError: transformers cannot load a tokenizer; ``remedy`` is appended to the message.
+    Raises SurgeryError: transformers cannot load a tokenizer; ``remedy`` is appended to the message.
     """
     from transformers import AutoTokenizer
 

@@ -31,10 +31,8 @@ def causal_model(
 ) -> PreTrainedModel:
     """Load a checkpoint's language model on the CPU: the whole model, or the view that `language_model` returned.
 
-    Families with other module names load as the custom model class.
-
-    Raises:
-        SurgeryError: transformers cannot load it, or its files were modified since they were opened.
+    Families with other module names load as the custom model class. Raises SurgeryError: transformers cannot load it,
+    or its files were modified since they were opened.
     """
     try:
         return causal_model_unchecked(reader, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -45,8 +43,7 @@ def causal_model(
 def tokenizer_of(reader: CheckpointReader, **options: Any) -> PreTrainedTokenizerBase:
     """Load a checkpoint's tokenizer; options are those of :func:`surgery.running.loading.load_tokenizer`.
 
-    Raises:
-        SurgeryError: transformers cannot load a tokenizer, or files were modified since they were opened.
+    Raises SurgeryError: transformers cannot load a tokenizer, or files were modified since they were opened.
     """
     if reader.source.is_file() and not (reader.path / "tokenizer_config.json").is_file():  # a GGUF file
         remedy = options.get("remedy") or "use the Hugging Face checkpoint instead"
@@ -76,8 +73,7 @@ def causal_model_unchecked(
 def whole_model(folder: Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
     """Load the model of a folder on the CPU in evaluation mode; vision-language models include the vision tower.
 
-    Raises:
-        SurgeryError: transformers cannot load it.
+    Raises SurgeryError: transformers cannot load it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -41,13 +41,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MomentPrecision:
-    """Precision and devices for activations on one device.
-
-    Attributes:
-        products: minimum dtype for the products of a batch.
-        sums: device of the float64 sums.
-        solver: device of factorizations.
-    """
+    """Precision and devices for activations on one device: minimum dtype of products, float64 sums, factorizations."""
 
     products: torch.dtype = torch.float32
     sums: torch.device = CPU

@@ -18,8 +18,7 @@ LARGEST = 1e19
 def check_hidden(hidden: Tensor, reader: CheckpointReader, what: str) -> None:
     """Check hidden states for overflow; ``what`` describes them in the error.
 
-    Raises:
-        SurgeryError: a value is NaN, infinite or too large to be squared; names the responsible tensor.
+    Raises SurgeryError: a value is NaN, infinite or too large to be squared; names the responsible tensor.
     """
     if hidden.numel():
         check_sizes([size_of(hidden)], reader, what)

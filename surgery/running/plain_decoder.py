@@ -1,10 +1,8 @@
 """Plain decoders: models that config.json and tensor names fully describe, without a transformers class.
 
-Importing the config class of a family in transformers takes as long as importing torch, and importing the model class
-as long again. The most common checkpoints need neither: Llama, and families that differ only by biases or QK norms,
-without windows, whose config.json states every size and whose tensors are exactly those that follow from it.
-:func:`plain_config` and :func:`is_plain` check every key and tensor; everything else is left to transformers, which
-also reports damage.
+Importing the classes of a family in transformers takes twice as long as importing torch. The most common checkpoints
+need none: Llama, and families that differ only by biases or QK norms, without windows. :func:`plain_config` and
+:func:`is_plain` check every key and tensor; everything else is left to transformers, which also reports damage.
 """
 
 from __future__ import annotations
@@ -28,12 +26,8 @@ from surgery.model.configuration_surgery import SurgeryConfig, check_config
 class PlainFamily:
     """Family of plain decoders.
 
-    Attributes:
-        class_name: name of its causal language model class.
-        required: config keys that must be present in addition to sizes, since the class has defaults for them.
-        optional: additional config keys of the class.
-        biases: attention projections with a bias.
-        has_norms: whether queries and keys have a norm per head.
+    ``required`` config keys must be present in addition to sizes, since the class has defaults for them; ``biases`` are
+    attention projections with a bias; ``has_norms``: whether queries and keys have a norm per head.
     """
 
     class_name: str
@@ -163,8 +157,7 @@ def _config_class(model_type: str) -> type[PlainConfig]:
 def plain_converted_config(config: Mapping[str, Any]) -> PlainConvertedConfig | None:
     """Build and check the config of a plain decoder with converted attention; None if the source is not plain.
 
-    Raises:
-        ValueError: an entry is invalid.
+    Raises ValueError: an entry is invalid.
     """
     own = {name: config[name] for name in CONVERTED if name in config and name != "auto_map"}
     source = {name: value for name, value in config.items() if name not in (*CONVERTED, "architectures")}

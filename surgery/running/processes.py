@@ -35,20 +35,10 @@ dies, the launcher ends the others."""
 
 
 class Processes:
-    """Process group started by `accelerate launch` or `torchrun`, or this process alone.
-
-    Attributes:
-        rank: rank of this process.
-        count: world size.
-    """
+    """Process group started by `accelerate launch` or `torchrun`, or this process alone: rank and world size."""
 
     def __init__(self, *, cpu: bool = False, alone: bool = False) -> None:
-        """Join the process group.
-
-        Args:
-            cpu: use no accelerators.
-            alone: ignore other processes.
-        """
+        """Join the process group, without accelerators if ``cpu``, or ignore it if ``alone``."""
         self.rank, self.count = 0, 1
         self._state = None
         if not alone and world_size() > 1:
@@ -68,12 +58,8 @@ class Processes:
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], advance: Callable[[], Any] = int) -> list:
         """Apply `function` to all items, distributed over processes; return all results in order on every process.
 
-        Args:
-            function: returns picklable results; tensors should be on the CPU.
-            advance: called once per finished item, with the items of other processes estimated.
-
-        Raises:
-            SurgeryError: raised by `function` on any process; every process raises that of the lowest rank.
+        Results are picklable, with tensors on the CPU; `advance` is called once per item, others' estimated. Raises
+        SurgeryError: raised by `function` on any process; every process raises that of the lowest rank.
         """
         own_results: list[tuple[int, Any]] = []
         refusal = None
@@ -101,10 +87,8 @@ class Processes:
     def in_turn(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         """Yield the results of `map` one by one, for large results: no process holds more than two.
 
-        Every process must consume all results.
-
-        Raises:
-            SurgeryError: raised by `function` on any process, in place of its result.
+        Every process must consume all results. Raises SurgeryError: raised by `function` on any process, in place of
+        its result.
         """
         for start in range(0, len(items), self.count):
             outcome: tuple[Any, SurgeryError | None] = (None, None)
@@ -119,8 +103,7 @@ class Processes:
     def from_main(self, function: Callable[[], Result]) -> Result:
         """Call `function` on the main process only and return its result on all.
 
-        Raises:
-            SurgeryError: raised by `function`; every process raises it, so that all can continue in step.
+        Raises SurgeryError: raised by `function`; every process raises it, so that all can continue in step.
         """
         if self._state is None:
             return function()
@@ -135,8 +118,7 @@ class Processes:
     def first_on_main(self, function: Callable[[], Result]) -> Result:
         """Call `function` on the main process, then, if it succeeded, on all others; return each process's result.
 
-        Raises:
-            SurgeryError: raised by `function` on the main process; every process raises it.
+        Raises SurgeryError: raised by `function` on the main process; every process raises it.
         """
         results: list[Result] = []
         self.from_main(lambda: results.append(function()))
@@ -203,8 +185,7 @@ class Processes:
 def world_size() -> int:
     """Return the world size from ``WORLD_SIZE``; 1 without a launcher.
 
-    Raises:
-        SurgeryError: ``WORLD_SIZE`` is not a number.
+    Raises SurgeryError: ``WORLD_SIZE`` is not a number.
     """
     size = os.environ.get("WORLD_SIZE") or "1"
     if not size.isdecimal():
@@ -215,8 +196,7 @@ def world_size() -> int:
 def check_launch() -> None:
     """Check the launcher's environment variables, and that the rendezvous is reachable, before the long timeout.
 
-    Raises:
-        SurgeryError: a variable is missing or invalid, or the rendezvous does not answer.
+    Raises SurgeryError: a variable is missing or invalid, or the rendezvous does not answer.
     """
     size = os.environ["WORLD_SIZE"]
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:

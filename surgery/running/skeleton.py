@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
-    """Build the model of a config.json on the meta device.
-
-    Raises:
-        SurgeryError: the config is invalid.
-    """
+    """Build the model of a config.json on the meta device. Raises SurgeryError: the config is invalid."""
     from transformers import AutoModelForCausalLM
 
     own_model.register()

@@ -66,8 +66,7 @@ class Source(Opened):
     def open(cls, source: str | Path, settings: RunSettings, *, allow_pickle: bool = False) -> Source:
         """Open and check a checkpoint.
 
-        Raises:
-            SurgeryError: the checkpoint cannot be read, or its family, RoPE or weights are not supported.
+        Raises SurgeryError: the checkpoint cannot be read, or its family, RoPE or weights are not supported.
         """
         return cls.of(open_model(source, allow_pickle=allow_pickle), settings)
 
@@ -79,12 +78,7 @@ class Source(Opened):
         family: Family | None = None,
         config: PreTrainedConfig | None = None,
     ) -> Source:
-        """Build a source from an open reader.
-
-        Args:
-            family: None for the family of its config, among those with KV heads.
-            config: None for the config that transformers loads, which is needed to run layers.
-        """
+        """Build a source from an open reader, by default of its config's family, and with transformers' config."""
         family = family or family_of(reader.config)
         config = config or load_config(reader.path)
         if missing := [name for name in SIZES if hasattr(config, name) and reader.config.get(name) is None]:
@@ -114,11 +108,7 @@ class Source(Opened):
         return cls(reader, family, config, stream)
 
     def anatomy(self, layer: int) -> AttentionAnatomy:
-        """Return the anatomy of a layer.
-
-        Raises:
-            SurgeryError: a weight is not finite.
-        """
+        """Return the anatomy of a layer. Raises SurgeryError: a weight is not finite."""
         anatomy = self.family.anatomy(self.reader, self.config, layer)
         if name := anatomy.damaged():
             raise SurgeryError.at(
@@ -199,8 +189,7 @@ def attention_dtype(reader: CheckpointReader) -> torch.dtype:
 def open_any(reader: CheckpointReader, settings: RunSettings) -> Source | OwnSource:
     """Open a checkpoint of a supported family, or one that is already converted.
 
-    Raises:
-        SurgeryError: the checkpoint is neither, or is damaged.
+    Raises SurgeryError: the checkpoint is neither, or is damaged.
     """
     if reader.config.get("model_type") in FAMILIES:
         return Source.of(reader, settings)
@@ -222,8 +211,7 @@ def is_absent(device: str) -> bool:
 def checked_device(name: str) -> torch.device:
     """Return the device of a name; "auto" selects a CUDA device if available.
 
-    Raises:
-        SurgeryError: this machine lacks the device.
+    Raises SurgeryError: this machine lacks the device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -239,8 +227,7 @@ def checked_device(name: str) -> torch.device:
 def process_device(name: str, processes: Processes) -> torch.device:
     """Return the device for this process; CUDA devices are assigned round-robin by ``LOCAL_RANK``.
 
-    Raises:
-        SurgeryError: this machine lacks the device.
+    Raises SurgeryError: this machine lacks the device.
     """
     device = checked_device(name)
     if device.type == "cuda" and processes.count > 1:

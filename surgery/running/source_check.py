@@ -29,15 +29,9 @@ ROWS = 16_384
 
 
 def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> CheckpointReader:
-    """Open a checkpoint and compare it with its class. Every command that reads a model calls this first.
+    """Open a checkpoint and compare it with its class, if that is not remote code. Every command calls this first.
 
-    Args:
-        source: a folder, a GGUF file or a hub id.
-        allow_pickle: accept pytorch_model.bin if there is no safetensors file.
-        trust_remote_code: skip the comparison if the class is remote code.
-
-    Raises:
-        SurgeryError: the checkpoint cannot be read, or its tensors are not those that its config.json describes.
+    Raises SurgeryError: the checkpoint cannot be read, or its tensors are not those that its config.json describes.
     """
     reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
     return reader if trust_remote_code and "auto_map" in reader.config else checked(reader)
@@ -47,10 +41,8 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
     """Compare a checkpoint with its class; return it with its config.json corrected from the tensors.
 
     It is returned unchanged if it is a plain decoder, if transformers lacks the class, if its family is refused by
-    name, or if its weights have an unsupported quantization.
-
-    Raises:
-        SurgeryError: config and tensors contradict each other.
+    name, or if its weights have an unsupported quantization. Raises SurgeryError: config and tensors contradict each
+    other.
     """
     if is_plain(reader):
         return reader
@@ -87,11 +79,7 @@ def _is_refused(model_type: str) -> bool:
 
 
 def _class_of(config: Any) -> type[PreTrainedModel]:
-    """Return the class of the whole checkpoint.
-
-    Raises:
-        KeyError: there is no such class.
-    """
+    """Return the class of the whole checkpoint. Raises KeyError: there is no such class."""
     from transformers import AutoModelForImageTextToText
 
     if config.model_type in MULTIMODAL:

@@ -27,8 +27,6 @@ class Comparison:
     """Differences between the stored tensors and those of a class, by the class's names.
 
     Attributes:
-        class_name: name of the class.
-        missing: tensors of the class that are not stored.
         unexpected: stored tensors that the class neither has nor ignores.
         mismatched: names with the stored shape and the class's shape.
         unfit: tensors of the class whose stored parts cannot be merged.
@@ -44,17 +42,14 @@ class Comparison:
 
 
 def check_stored(reader: CheckpointReader, text: Any) -> None:
-    """Check the stored dtypes and the number of layers, before the class is built.
+    """Check the stored dtypes and the number of layers of the config ``text``, before the class is built.
 
-    Args:
-        text: config of the language model.
-
-    Raises:
-        SurgeryError: a weight is not floating-point with at least 16 bits, or there are more layers than tensors.
+    Raises SurgeryError: a weight is not floating-point with at least 16 bits, or there are more layers than tensors.
     """
     for name in reader.names():
         dtype = reader.info(name).dtype
-        if name.endswith((".weight", ".bias")) and _is_packed(dtype) and not BUFFERS.search(name):
+        packed = dtype.itemsize < 2 or not dtype.is_floating_point
+        if packed and name.endswith((".weight", ".bias")) and not BUFFERS.search(name):
             raise SurgeryError(
                 f"{reader.source}: {name} is stored in {str(dtype).removeprefix('torch.')}, but config.json has no "
                 "quantization_config; use the checkpoint before quantization"
@@ -67,8 +62,7 @@ def check_stored(reader: CheckpointReader, text: Any) -> None:
 def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) -> None:
     """Check that ``architectures`` agrees with ``model_type``.
 
-    Raises:
-        SurgeryError: ``architectures`` names another class of transformers.
+    Raises SurgeryError: ``architectures`` names another class of transformers.
     """
     architectures = reader.config.get("architectures") or []
     if not isinstance(architectures, list) or model_class.__name__ in architectures:
@@ -84,8 +78,7 @@ def check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) ->
 def check_comparison(reader: CheckpointReader, text: Any, comparison: Comparison) -> None:
     """Check that the stored tensors are those of the class.
 
-    Raises:
-        SurgeryError: they differ; reports the first cause that applies.
+    Raises SurgeryError: they differ; reports the first cause that applies.
     """
     for cause in CAUSES:
         if message := cause(reader, text, comparison):
@@ -94,10 +87,6 @@ def check_comparison(reader: CheckpointReader, text: Any, comparison: Comparison
 
 def _config(reader: CheckpointReader) -> str:
     return f"{reader.source}/config.json" if reader.source.is_dir() else str(reader.source)
-
-
-def _is_packed(dtype: Any) -> bool:
-    return dtype.itemsize < 2 or not dtype.is_floating_point
 
 
 def _prefix(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:

@@ -17,13 +17,9 @@ from surgery.running.source_check import open_source
 
 
 def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | None = None) -> CheckpointReader:
-    """Open a checkpoint as a view by :func:`unfused`; every command that reads attention weights calls this first.
+    """Open a checkpoint as a view by :func:`unfused`, cast to ``dtype`` or as stored; commands call this first.
 
-    Args:
-        dtype: name of the dtype to which weights are cast while reading; None: the stored dtype.
-
-    Raises:
-        SurgeryError: the checkpoint cannot be read, or has a feature that its family does not support.
+    Raises SurgeryError: the checkpoint cannot be read, or has a feature that its family does not support.
     """
     reader = open_source(source, allow_pickle=allow_pickle)
     return unfused(reader if dtype is None else reader.in_dtype(getattr(torch, dtype)))
@@ -32,10 +28,8 @@ def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | N
 def unfused(reader: CheckpointReader) -> CheckpointReader:
     """Return the reader, or a view with the names and config of the family as which the model is read.
 
-    MTP layers after the model's layers are left out, since they read the cache of other layers.
-
-    Raises:
-        SurgeryError: the model has a feature that this family does not support.
+    MTP layers after the model's layers are left out, since they read the cache of other layers. Raises SurgeryError:
+    the model has a feature that this family does not support.
     """
     reader = language_model(reader)
     model_type = reader.config.get("model_type")
@@ -58,10 +52,7 @@ def language_model(reader: CheckpointReader) -> CheckpointReader:
     """Return the reader, or for a vision-language model a view of its language model.
 
     Tensors of vision tower and projector keep their names. Families with other tensor names appear under the standard
-    names.
-
-    Raises:
-        SurgeryError: the language model is not supported.
+    names. Raises SurgeryError: the language model is not supported.
     """
     model_type = reader.config.get("model_type")
     if (family := FAMILIES.get(model_type)) is not None and family.renamed is not None:

@@ -45,17 +45,13 @@ class Outcome:
     """Result of a conversion after the new tensors of every layer are written.
 
     Attributes:
-        config: config.json of the result.
         target: entry of the report on the target; the report adds "called" and "engines".
         layers: one dataclass per layer for the report, with the errors of each stage as ``measured``, and ``columns()``
             and ``cells()`` for printed tables.
-        scores: loss and recall after each stage.
         simulated: final hidden states [N, T, D] of the last stage on the held-out text.
         factors: multipliers of copied tensors, by tensor name.
-        custom_class: whether the files of the custom model class are written next to the weights.
         final_config: config.json of another class for the same tensors, written after the result is verified with
-            ``config``.
-        final_code: files that ``final_config`` needs next to the weights.
+            ``config``; ``final_code`` are the files that it needs.
         splits: tried splits of the budget with their held-out losses.
         shape: shape of the source if it is not a checkpoint of a family.
         flow: predicts peak and footprint from the numbers of prompt tokens and decoded tokens, in the dtype of the run.
@@ -80,12 +76,8 @@ class Forecast:
     """Forecast of a conversion, made before any computation.
 
     Attributes:
-        config: config.json of the result, with an exact cache; a likely value for each part that calibration decides.
-        tensors: every tensor of the result.
+        config: config.json of the result, with a likely value for each part that calibration decides.
         kv_bytes_per_token: upper bound, in the dtype of the weights.
-        model_type: model type of the target class.
-        reasons: reasons for the target class.
-        demand: quantities that determine the cost of the conversion.
         splits: splits of the budget that would be tried.
         settled: whether engine support is known before the conversion.
         engines: table of engines if it cannot be derived from ``config`` yet.
@@ -113,8 +105,7 @@ class TargetOption:
     """Options of a target that `surgery inspect` lists before any calibration.
 
     Attributes:
-        flags: flags after ``--to NAME``, with a leading space.
-        settings: the settings that ``flags`` set.
+        flags: flags after ``--to NAME``, with a leading space, which set ``settings``.
         option_rank: rank among the options of all targets by the loss increase; None: after all ranked options.
         caution: warning because of which the option is not recommended.
         listed: whether the option is in the table; an unlisted option is the smallest that may be recommended.
@@ -131,12 +122,7 @@ class TargetOption:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that `surgery plan` compares when only a budget is given.
-
-    Attributes:
-        settings: values by setting name.
-        scales: whether ``kv_ratio`` sets the size of the result.
-    """
+    """Settings that `surgery plan` compares; ``scales``: whether ``kv_ratio`` sets the size of the result."""
 
     settings: Mapping[str, Any]
     scales: bool = True
@@ -149,8 +135,7 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     Attributes:
         keeps_class: whether results have the source's class, which may include a vision tower.
-        supports_multimodal: whether results of the custom model class may be the language model of a vision-language
-            model.
+        supports_multimodal: whether custom-class results may be the language model of a vision-language model.
         takes_latents: whether sources may be MLA already.
         options: options that `surgery inspect` lists before any calibration.
     """
@@ -174,8 +159,7 @@ class Structure(ABC, Generic[Opened, Settings]):
     def open(cls, reader: CheckpointReader, settings: Settings) -> Opened:
         """Open a source checkpoint; by default one of a supported family.
 
-        Raises:
-            SurgeryError: it cannot be read or converted.
+        Raises SurgeryError: it cannot be read or converted.
         """
         return Source.of(reader, settings)
 
@@ -199,10 +183,7 @@ class Structure(ABC, Generic[Opened, Settings]):
 
     @abstractmethod
     def forecast(self) -> Forecast:
-        """Forecast the target class, the KV bytes and the cost of the conversion.
-
-        After :meth:`plan` the forecast uses the planned budget.
-        """
+        """Forecast the target class, the KV bytes and the cost; after :meth:`plan` with the planned budget."""
 
     @property
     def lag_basis(self) -> BasisOf | None:
@@ -240,8 +221,7 @@ class Structure(ABC, Generic[Opened, Settings]):
     def verify(self, work: ConversionContext, path: Path, outcome: Outcome) -> Verification:
         """Run the written checkpoint and compare it with the simulation.
 
-        Raises:
-            SurgeryError: its outputs differ from the simulation, or its cache does not have the predicted bytes.
+        Raises SurgeryError: its outputs differ from the simulation, or its cache does not have the predicted bytes.
         """
         return verify_by_running(
             path,
@@ -278,8 +258,7 @@ def _targets_with(attribute: str) -> str:
 def unchanged_tensors(reader: CheckpointReader, config) -> dict[str, TensorSpec]:
     """Return the specs of all tensors that the model class reads from a checkpoint.
 
-    Excludes a copy of tied embeddings, the buffers of rotary frequencies in old checkpoints, and MTP layers, which read
-    the caches of other layers.
+    Excludes a copy of tied embeddings, buffers of rotary frequencies, and MTP layers, which read the caches of others.
     """
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return {
@@ -297,9 +276,7 @@ def replanned_tensors(
 ) -> dict[str, TensorSpec]:
     """Return the specs of all output tensors: the source's, with each layer's attention replaced by ``plan(layer)``.
 
-    Args:
-        copied: selects the attention tensors of a layer that stay unchanged.
-        unchanged: layers whose attention stays unchanged.
+    ``copied`` selects the attention tensors of a layer that stay; layers in ``unchanged`` keep all.
     """
     tensors = unchanged_tensors(opened.reader, opened.config)
     layer_of = {}

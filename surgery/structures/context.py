@@ -36,7 +36,6 @@ class ConversionContext(Generic[Opened, Settings]):
         store: inputs of every layer from the forward sweep over the calibration text.
         converted: new tensors of every layer.
         snapshots: snapshots from which an interrupted conversion resumes.
-        processes: processes that share the calibration.
     """
 
     opened: Opened
@@ -95,7 +94,7 @@ class ConversionContext(Generic[Opened, Settings]):
         Args:
             convert: converts a layer, runs the stages through it, and keeps all other state on disk.
             types: classes in its results, for snapshots.
-            settled: whether the next layer needs nothing from a layer but the stages, so that a snapshot can be taken.
+            settled: whether the next layer needs only the stages from a layer, so that a snapshot can be taken.
         """
         results = []
         if state := self.snapshots.last("layers", *types):

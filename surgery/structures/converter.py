@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import torch
 
 from surgery.architectures.custom_class import with_auto_map
 from surgery.architectures.multimodal import whole_config, whole_names
@@ -23,15 +25,20 @@ from surgery.checkpoint.carry_over import copy_sidecars, copy_tensors
 from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, CONFIG, REPORT, list_files, summary
+from surgery.checkpoint.hub import id_of_snapshot
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.checkpoint.writer import in_parts
+from surgery.common.memory import peak_memory
 from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
 from surgery.engines.number_formats import ruinous_formats
+from surgery.engines.table import engine_table
 from surgery.model import remote_code_files
+from surgery.reporting.adapters import adapter_targets
 from surgery.reporting.quality import useless_layers
-from surgery.reporting.report import Report, previous_report
+from surgery.reporting.report import Report, SourceShape, environment, previous_report
+from surgery.running.kv_bytes import kv_bytes_of, kv_shares
 from surgery.running.moment_precision import factorizing_on
 from surgery.running.processes import Processes
 from surgery.running.source import process_device
@@ -39,9 +46,9 @@ from surgery.structures.base import Outcome, Structure
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantization_entry
-from surgery.structures.record import build_report
+from surgery.structures.registry import TARGETS
 from surgery.structures.request import ConversionRequest, open_request
-from surgery.verification.written import Verification
+from surgery.verification.written import Verification, prompt_of
 from surgery.version import __version__
 
 STEPS = 6
@@ -58,17 +65,10 @@ class Conversion:
 
 
 def convert(request: ConversionRequest, *, shared: bool = False, progress: Progress | None = None) -> Conversion | None:
-    """Convert a checkpoint and write the result as a Hugging Face checkpoint.
+    """Convert a checkpoint and write the result; None on processes other than the main one.
 
-    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. With several processes,
-    all share the calibration; the main process does the rest.
-
-    Args:
-        shared: whether all processes that a launcher started share the work.
-        progress: progress bars; silent if None.
-
-    Returns:
-        None on processes other than the main one.
+    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. If ``shared``, all
+    processes that a launcher started share the calibration.
 
     Raises:
         SurgeryError: bad input or an impossible request; no files are left.
@@ -151,8 +151,7 @@ def _finish(
 ) -> tuple[Outcome, Verification]:
     """Write all tensors and files outside attention, then check and run the result.
 
-    Raises:
-        SurgeryError: the written files differ from the plan, or their outputs from the simulation.
+    Raises SurgeryError: the written files differ from the plan, or their outputs from the simulation.
     """
     reader = work.opened.reader
     entry = quantization_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))
@@ -179,8 +178,7 @@ def _conclude(
 ) -> Report:
     """Write the report and model card of the verified result, and move it to its final path.
 
-    Raises:
-        SurgeryError: the source has changed since the conversion began.
+    Raises SurgeryError: the source has changed since the conversion began.
     """
     work.opened.reader.check_unchanged()
     if ruined := ruinous_formats(CheckpointReader.open(writer.partial)):
@@ -202,3 +200,87 @@ def _conclude(
     writer.write_json(REPORT, report.to_dict())
     writer.commit()
     return report
+
+
+def build_report(
+    work: ConversionContext,
+    outcome: Outcome,
+    verification: Verification,
+    name: str,
+    plan: Mapping[str, TensorSpec],
+    command: str,
+) -> Report:
+    """Build the report of a conversion whose files are written and verified, without their names and hashes.
+
+    ``name`` is that of the output folder, for the commands of engines; ``plan`` has the specs of all written tensors.
+    """
+    opened, reader, progress = work.opened, work.opened.reader, work.progress
+    shape, hub = outcome.shape or SourceShape.of(opened), id_of_snapshot(reader.source)
+    predicted, at = kv_bytes_of(outcome.config, opened.weight_dtype), verification.kv_tokens
+    stages = [{"stage": stage, **asdict(score)} for stage, score in outcome.scores.items()]
+    stages.append({"stage": "reloaded", **asdict(verification.score)})
+    return Report(
+        source={
+            "path": hub[0].partition("/")[2] if hub else reader.source.name,
+            **({"hub": hub[0], "revision": hub[1]} if hub else {}),
+            "dequantised_from": reader.dequantised_from,
+            "sha256": reader.fingerprint(),
+            "model_type": reader.config["model_type"],
+            "layers": opened.layers,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+        },
+        target=_target(work, outcome, name)
+        | {"adapters": adapter_targets({name: spec.shape for name, spec in plan.items()})},
+        settings=work.settings.to_dict(),
+        command=command,
+        calibration=work.texts.description,
+        kv={
+            "source_bytes_per_token": shape.kv_bytes_per_token,
+            "predicted_bytes_per_token": predicted(at, prompt=prompt_of(at)) / at,
+            "measured_bytes_per_token": verification.kv_bytes_per_token,
+            "measured_at_tokens": at,
+            "ratio": verification.kv_bytes_per_token / shape.kv_bytes_per_token,
+            "ratio_at": kv_shares(
+                outcome.config, opened.weight_dtype, reader.config, shape.dtype, opened.config.max_position_embeddings
+            ),
+            **_flow(verification, shape, work.settings),
+        },
+        splits=outcome.splits,
+        ladder=stages,
+        layers=outcome.layers,
+        verification={
+            "logit_difference_to_simulation": verification.logit_difference,
+            "cached_decode_difference": verification.cache_difference,
+        },
+        environment=environment(),
+        seconds={name: round(seconds, 2) for name, seconds in progress.seconds.items()},
+        peak_memory_bytes=peak_memory(),
+        probe=verification.probe,
+        phase_peak_bytes=dict(progress.peaks),
+        phase_flops={name: flops for name, flops in progress.expected.items() if name in progress.seconds},
+    )
+
+
+def _target(work: ConversionContext, outcome: Outcome, name: str) -> dict:
+    """Build the report's entry of the target: name, class and the engines that load it."""
+    # By the outcome's name, not the settings: a slice keeps its source's target, and kv_heads decides gqa or mqa.
+    target, to = TARGETS.get(outcome.target["to"]), outcome.target["to"]
+    config = whole_config(work.opened.reader, outcome.final_config or outcome.config)
+    return {
+        **outcome.target,
+        "model_type": config["model_type"],
+        "called": getattr(target, "called", to),
+        "engines": engine_table(config, name, work.opened.reader.path),
+    }
+
+
+def _flow(verification: Verification, shape: SourceShape, settings) -> dict[str, float]:
+    """Return the measured peak and footprint, equal to the prediction; empty if verification measured none."""
+    if verification.flow is None:
+        return {}
+    run, stored = getattr(torch, settings.dtype).itemsize, shape.dtype.itemsize
+    whole = shape.kv_bytes_per_token * verification.kv_tokens / stored * run
+    return {"peak_ratio": verification.flow.peak_bytes / whole, "footprint": verification.flow.footprint}

@@ -11,13 +11,7 @@ import torch
 
 from surgery.architectures.multimodal import whole_config
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
-from surgery.calibration.texts import (
-    NO_TOKENIZER,
-    RANDOM_LENGTH,
-    RANDOM_SEQUENCES,
-    RECALL_PROMPTS_PER_TEXT,
-    load_texts,
-)
+from surgery.calibration.texts import NO_TOKENIZER, RANDOM_LENGTH, RANDOM_SEQUENCES, RECALL_PROMPTS_PER_TEXT, load_texts
 from surgery.checkpoint import CheckpointWriter
 from surgery.checkpoint.disk import free_bytes
 from surgery.checkpoint.outline import write_outline
@@ -45,14 +39,10 @@ class ConversionPlan:
     """Result of a dry run, as plain values. Sizes in bytes, times in seconds.
 
     Attributes:
-        source: path, shape, dtype and weight bytes of the source.
         splits: splits of the budget that would be tried, with their KV bytes per token (MLA).
         kv: KV bytes per token of the source and of the result (the largest of the splits).
-        target: target class, reasons for it, and engines; ``frequencies_known``: whether the engines are known already
-            or depend on frequencies that the conversion chooses.
-        tokens: number and length of the sequences of calibration and held-out text.
+        target: target class, reasons for it, and engines; ``frequencies_known``: whether these are known already.
         disk: bytes of the output and of temporary files, and the free space for each.
-        memory: estimated peaks in host and device memory, with their parts.
         work: floating point operations, measured speed and estimated time; no time for a device that is not present.
         refusal: error that would end a valid conversion on this machine: not enough disk space. None if there is none.
     """
@@ -84,15 +74,9 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Plan a conversion with these arguments, without running the model and without writing the result.
 
-    Calibration text is read and tokenized to find errors in it; ``self`` samples, which need the whole model, are not
-    drawn. For a device that is not present, such as "cuda" on a laptop, memory is estimated but no time.
-
-    Args:
-        outline: folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), with which later
-            dry runs can start from the result; not written for a vision-language model.
-
-    Raises:
-        SurgeryError: every error that the conversion would raise before it computes, except for a full disk.
+    Calibration text is read to find errors in it; ``self`` samples, which need the whole model, are not drawn.
+    ``outline`` is a folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which
+    later dry runs can start. Raises SurgeryError as the conversion would before it computes, except for a full disk.
     """
     silent, absent = Progress(silent=True), is_absent(settings.device)
     here = replace(settings, device="cpu") if absent else settings
@@ -114,7 +98,7 @@ def plan_conversion(
     weights = sum(spec.nbytes for spec in files.values())
     work = Workload.of(opened, settings, tokens, forecast.demand)
     if absent:
-        work, speed = replace(work, on_host=False), {"flops_per_second": None}
+        work, speed = replace(work, on_host=False), None
     else:
         speed = measure_speed(opened.stream.device, opened.stream.dtype)
     config = forecast.config
@@ -211,14 +195,9 @@ def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -
 BENCHMARK_SIZE, BENCHMARK_SECONDS = 1024, 0.15
 
 
-def measure_speed(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure the floating point operations per second of a large matrix product on the device."""
-    return {"flops_per_second": _matmul_speed(device, dtype)}
-
-
 @cache
-def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the speed once per process, as several dry runs may need it."""
+def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the floating point operations per second of a large matrix product, once per process."""
     matrix = torch.ones(BENCHMARK_SIZE, BENCHMARK_SIZE, device=device, dtype=dtype)
 
     def synchronize() -> None:

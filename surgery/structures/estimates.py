@@ -39,14 +39,9 @@ class Demand:
 
     Attributes:
         cached: elements that the result caches per token and layer.
-        statistics: whether it gathers moments of calibration text.
-        gradients: whether these include moments of the loss gradients.
-        lags: whether these include attention over lags.
-        results: number of stages that run on all held-out text, without the source.
-        steps: number of stages that run on a few sequences, nearly as wide as the whole cache.
-        exact: number of stages that run on a few tokens.
-        splits: maximum number of splits of the budget that are tried.
-        split_sequences: held-out sequences per split.
+        statistics, gradients, lags: whether it gathers moments of calibration text, of the loss gradients, over lags.
+        results, steps, exact: number of stages that run on all held-out text, on a few sequences, and on a few tokens.
+        splits, split_sequences: most splits of the budget that are tried, and held-out sequences for each.
         rescales: whether the residual stream is rescaled, and with it the embeddings.
     """
 
@@ -67,8 +62,7 @@ class Workload:
     """Shapes and demand that determine the cost of a conversion.
 
     Attributes:
-        layer_parameters: parameters of the largest decoder layer.
-        active_parameters: parameters of that layer that one token uses; fewer with experts.
+        layer_parameters, active_parameters: parameters of the largest decoder layer, and those that one token uses.
         intermediate: intermediate size I of the feed-forward block; the sum over a token's experts.
         limit: bytes of activations that may be in memory.
     """
@@ -198,10 +192,11 @@ class Workload:
             "device_parts": device,
         }
 
-    def estimate(self, speed: dict[str, float | None]) -> dict:
+    def estimate(self, flops_per_second: float | None) -> dict:
         """Estimate the floating point operations, and their time in seconds; None without a measured speed."""
         total = sum(self.phase_flops().values())
-        return {"total_flops": total, **speed, "estimated_seconds": seconds_of(total, speed["flops_per_second"])}
+        seconds = seconds_of(total, flops_per_second)
+        return {"total_flops": total, "flops_per_second": flops_per_second, "estimated_seconds": seconds}
 
     def phase_flops(self) -> dict[str, int]:
         """Estimate the operations of each phase, in order, from its forward passes.

@@ -27,8 +27,7 @@ def keep_layers() -> Any:
 def kept_layers(spec: str, windows: Sequence[int | None], stateful: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return the unchanged layers: those of the setting ``spec``, given every layer's window, and ``stateful`` ones.
 
-    Raises:
-        SurgeryError: ``spec`` names a layer that the model does not have, or all layers.
+    Raises SurgeryError: ``spec`` names a layer that the model does not have, or all layers.
     """
     layers = len(windows)
     if spec in (AUTO, NONE):

@@ -11,11 +11,7 @@ from surgery.common.errors import SurgeryError
 
 ATTENTION, EXPERTS, WEIGHT, HEAD = ".self_attn.", ".experts.", ".weight", "lm_head"
 
-EXCLUDED = {
-    "bitsandbytes": "llm_int8_skip_modules",
-    "compressed-tensors": "ignore",
-    "fp8": "modules_to_not_convert",
-}
+EXCLUDED = {"bitsandbytes": "llm_int8_skip_modules", "compressed-tensors": "ignore", "fp8": "modules_to_not_convert"}
 """Key of ``quantization_config`` that lists unquantized modules, by ``quant_method``."""
 
 INSTEAD = "drop --keep-quantised to dequantize all weights"
@@ -32,8 +28,7 @@ def asked_to_keep(settings: ConversionSettings) -> bool:
 def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> None:
     """Check that ``keep_quantised`` has matrices to keep, in a format whose results are known to load.
 
-    Raises:
-        SurgeryError: the settings, the source or its quantization format do not allow it.
+    Raises SurgeryError: the settings, the source or its quantization format do not allow it.
     """
     if not asked_to_keep(settings):
         return
@@ -68,11 +63,7 @@ def check_keepable(reader: CheckpointReader, settings: ConversionSettings) -> No
 
 
 def kept_matrices(reader: CheckpointReader, settings: ConversionSettings, tensors: Mapping[str, TensorSpec]) -> Parts:
-    """Return the stored tensors of the matrices that stay quantized; empty without the option.
-
-    Args:
-        tensors: every tensor of the result.
-    """
+    """Return the stored tensors of the matrices of a result that stay quantized; empty without the option."""
     if not asked_to_keep(settings):
         return {}
     outside = [name for name in tensors if ATTENTION not in name and name in reader]

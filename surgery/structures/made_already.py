@@ -19,8 +19,7 @@ from surgery.structures.request import ConversionRequest
 def is_already_made(request: ConversionRequest, progress: Progress, *, remedy: str) -> bool:
     """Return whether the output of a request exists and matches its settings; if so, print a note.
 
-    Raises:
-        SurgeryError: the output path holds something else; ``remedy`` is the advice in the message.
+    Raises SurgeryError: the output path holds something else; ``remedy`` is the advice in the message.
     """
     if not request.out.exists():
         return False

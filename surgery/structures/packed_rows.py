@@ -60,11 +60,7 @@ class Spectra(Protocol):
 
 
 class Converted(Protocol):
-    """Converted layer.
-
-    Attributes:
-        clipped: share of the calibration values outside the range of their channel.
-    """
+    """Converted layer; ``clipped`` is the share of the calibration values outside the range of their channel."""
 
     clipped: float
 
@@ -76,7 +72,6 @@ class RowLayerReport:
     Attributes:
         rank, rope_dim: channels of the latent and of the shared key; 0 for an unchanged layer.
         shared_rank: number of latents of earlier layers that the layer reads.
-        row_bytes: bytes of a packed row.
         bits: number of channels by bit width.
         factor: measured divided by predicted loss of converting this layer alone, as used by the allocation.
         clipped: share of calibration values outside the range of their channel.
@@ -95,11 +90,9 @@ class RowLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "latent", "rotated", "read too", "bytes per token", "loss over predicted", "clipped"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         widths = self.rank or "kept", self.rope_dim, self.shared_rank, self.row_bytes
         return *widths, short(self.factor), share(self.clipped)
 
@@ -120,11 +113,7 @@ class RowWriter(Protocol):
 class PackedRows(Structure[Source, Settings]):
     """Abstract base class of conversions to a cache of packed rows.
 
-    Attributes:
-        exact_stages: exact stages of the report, before the quantized stage.
-        least_granules: minimum number of granules of a row.
-        usual_ratio: default KV ratio.
-        reason: reason for the target class.
+    ``exact_stages`` of the report precede the quantized one; a row has at least ``least_granules`` granules.
     """
 
     supports_multimodal = True
@@ -236,11 +225,9 @@ class PackedRows(Structure[Source, Settings]):
 
     @property
     def first_tokens(self) -> int:
-        """Number of first tokens that the cache keeps in full precision."""
         return self.settings.first_tokens
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module that simulates a layer's converted attention."""
         if layer in self.kept:
             return source_attention(self.opened, layer)
         with self.opened.stream.layer(layer) as streamed:
@@ -301,7 +288,6 @@ class PackedRows(Structure[Source, Settings]):
         return {layer: self.likely(granules + (index < rest)) for index, layer in enumerate(self.layers)}
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Convert all layers to their quantized form and write their tensors."""
         opened, row_writer = self.opened, self.writer(self.plans)
         runs = work.stage_runs((*self.exact_stages, QUANTIZED), exact=self.exact_stages, steps=(QUANTIZED,))
         layers = work.pass_layers(

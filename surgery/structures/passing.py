@@ -13,10 +13,7 @@ from surgery.structures.stages import StageTracker
 
 
 def source_attention(opened: Source, layer: int) -> nn.Module | None:
-    """Return a surrogate module that computes the source's attention.
-
-    None for a layer with a recurrent state, which runs unchanged.
-    """
+    """Return a surrogate of the source's attention; None for a layer with a recurrent state, which runs unchanged."""
     if layer in opened.stateful:
         return None
     return CapturedAttention(source_anatomy(opened, layer))

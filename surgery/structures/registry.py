@@ -32,11 +32,9 @@ class Target:
     """Target of a conversion.
 
     Attributes:
-        settings_class: settings of the conversion.
         home: import path ``module:name`` of its :class:`surgery.structures.base.Structure`.
         fixed: settings that the name of the target implies.
-        called: description of the converted attention.
-        about: explanation of the name in the help of ``--to``.
+        called: description of the converted attention; ``about`` explains the name in the help of ``--to``.
         ending: ending of the default output name, to which settings may add; the target's name if empty.
         methods: import path ``module:name`` of the registry of its methods, to which plugins add.
     """
@@ -57,8 +55,7 @@ class Target:
     def settings(self, values: Mapping[str, Any], config: Path | None = None) -> ConversionSettings:
         """Build the settings from a file, if any, and from explicit values, which take precedence unless None.
 
-        Raises:
-            SurgeryError: a setting that this target does not have, or an invalid value.
+        Raises SurgeryError: a setting that this target does not have, or an invalid value.
         """
         values = {name: value for name, value in values.items() if value is not None}
         for name, value in self.fixed.items():
@@ -81,8 +78,7 @@ class Target:
     def check_paths(self, source: str, out: Path | None, settings: ConversionSettings, *, overwrite: bool) -> Path:
         """Check source and output without importing torch, and return the output path.
 
-        Raises:
-            SurgeryError: there is no such checkpoint, or the output exists already or is the source.
+        Raises SurgeryError: there is no such checkpoint, or the output exists already or is the source.
         """
         return settle_output(source, find_local(source), out, self.ending_of(settings), overwrite=overwrite)
 
@@ -160,11 +156,7 @@ def targets_with(setting: str) -> list[str]:
 
 
 def find_target(name: str) -> Target:
-    """Look up a target by name.
-
-    Raises:
-        SurgeryError: the name is unknown.
-    """
+    """Look up a target by name. Raises SurgeryError: the name is unknown."""
     if name not in TARGETS:
         if notice := removal(f"to {name}"):
             raise SurgeryError(f"--to {name} {notice}")

@@ -24,12 +24,9 @@ class ConversionRequest:
         source: local folder or file, or hub id.
         out: output folder; None: next to the source, named after the source and the target.
         settings: settings, whose class determines the target.
-        overwrite: replace an existing checkpoint in ``out``.
-        allow_pickle: read pickled weights if there are no others.
         restart: start from scratch instead of resuming an interrupted conversion.
         keep_code: copy the source's code files, too.
-        command: command line of the user, for the report.
-        predicted: predictions of `surgery plan`, for the report.
+        command, predicted: command line of the user, and predictions of `surgery plan`, for the report.
     """
 
     source: str | Path
@@ -46,8 +43,7 @@ class ConversionRequest:
 def open_request(request: ConversionRequest, progress: Progress) -> tuple[Structure, Path]:
     """Open the source; return the structure over it and the output folder.
 
-    Raises:
-        SurgeryError: the request fails a check that needs no computation.
+    Raises SurgeryError: the request fails a check that needs no computation.
     """
     source, settings = request.source, request.settings
     reader = open_model(source, allow_pickle=request.allow_pickle, dtype=settings.weights_dtype)

@@ -76,11 +76,6 @@ def check_spectrum(settings: StructureSettings) -> None:
 
 
 def refuse_changed(changed: Mapping[str, bool], reason: str) -> None:
-    """Raise SurgeryError if settings that other settings override are not at their default.
-
-    Args:
-        changed: whether each setting differs from its default, by name.
-        reason: start of the message, which names the overriding setting.
-    """
+    """Raise SurgeryError if settings, by name, are changed although ``reason`` overrides them."""
     if names := [name for name, is_changed in changed.items() if is_changed]:
         raise SurgeryError(f"{reason}: leave {', '.join(names)} at the default", setting=names[0])

@@ -1,8 +1,7 @@
 """Stages of a conversion, run side by side through the model on held-out text.
 
-The loss of each stage shows where the loss of a conversion comes from. In an MLA conversion, source → merged → rotated
-are exact, while partial RoPE and truncation are lossy; the reloaded checkpoint must equal the last stage. For exact
-stages, the logits of a short text are compared with the source's instead.
+The loss of each stage shows where the loss of a conversion comes from; the reloaded checkpoint must equal the last one.
+For exact stages, the logits of a short text are compared with the source's instead.
 """
 
 from __future__ import annotations
@@ -34,16 +33,9 @@ Form = Callable[[], nn.Module]
 class StageTracker:
     """Hidden states of every stage, advanced layer by layer.
 
-    Args:
-        stream: the source model.
-        held_out: text and recall prompts.
-        batch_size: sequences per batch.
-        stages: names of the stages after the source, in order.
-        exact: stages that must equal the source; they run on a short text only.
-        steps: stages whose loss decides nothing; they run on a few sequences only.
-
-    Attributes:
-        hidden: hidden states by stage, [N, T, D]; [1, EXACT_TOKENS, D] for exact stages, the first few rows for steps.
+    ``stages`` follow the source in order. Exact stages must equal the source and run on a short text only; ``steps``,
+    whose loss decides nothing, run on a few sequences. ``hidden`` are the states by stage, [N, T, D]; [1, EXACT_TOKENS,
+    D] for exact ones.
     """
 
     def __init__(
@@ -66,16 +58,10 @@ class StageTracker:
     def advance(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, forms: dict[str, Form], lossy: Collection[str]
     ) -> dict[str, float]:
-        """Run one layer in every stage.
+        """Run one layer in every stage; return the output error of its attention in each lossy stage.
 
-        Args:
-            anatomy: the source's attention.
-            forms: the layer's attention in every stage but the source, on the stream's device and in its dtype.
-            lossy: stages whose errors are measured.
-
-        Returns:
-            Relative output error of the layer's attention in each lossy stage, ``‖converted - source‖ / ‖source‖`` on
-            the source's inputs.
+        The error is relative, ``‖converted - source‖ / ‖source‖`` on the source's inputs. ``forms`` are the layer's
+        attention in every stage but the source, on the stream's device and in its dtype.
         """
         captured = self._source_output(layer, anatomy)
         errors = {}
@@ -101,8 +87,8 @@ class StageTracker:
     def scores(self) -> dict[str, Score]:
         """Compute the loss and recall of every stage after all layers have run.
 
-        Exact stages get the difference of their logits from the source's instead. Stages that ran on a few sequences
-        get the source's loss plus their loss increase on these sequences.
+        Exact stages get the difference of their logits instead; steps the source's loss plus their increase on few
+        sequences.
         """
         return {stage: self._score(stage, hidden) for stage, hidden in self.hidden.items()}
 

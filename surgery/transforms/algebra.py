@@ -8,11 +8,13 @@ moments of activations are usually singular (biases, dead channels, fewer tokens
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from surgery.running.moment_precision import solver_of
-from surgery.running.threads import torch_threads
 
 RELATIVE_FLOOR = 1e-9  # relative to the largest eigenvalue; directions below it count as empty
 
@@ -103,3 +105,17 @@ def reduced_rank_projection(moment: Tensor, metric: Tensor, rank: int) -> tuple[
     energy, basis = eigh_descending(root @ moment.to(solver) @ root)
     leading = basis[:, :rank]
     return tuple(part.to(device) for part in (leading.mT @ root, inverse_root @ leading, energy.clamp_min(0)))
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set torch's number of threads in the block, and restore it afterwards.
+
+    This also affects operators in other Python threads meanwhile, which changes their last digits.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -29,18 +29,11 @@ from surgery.common.errors import SurgeryError
 def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: int = 1) -> list[int]:
     """Allocate ranks that drop the least total energy, with multiples of ``multiple`` that sum to at most ``total``.
 
-    Energies must be comparable between spectra, as in a Fisher metric, where each is a share of one loss. Energies
-    descend, so the saving of each further multiple descends too, and taking the largest savings first is optimal.
+    Energies, descending by layer or block, must be comparable, as in a Fisher metric. The saving of each further
+    multiple descends too, so taking the largest savings first is optimal. A remainder below one multiple stays unspent.
 
-    Args:
-        spectra: per layer or block, energies in descending order.
-        total: ranks to allocate; a remainder of less than one multiple stays unspent.
-        minimum: least rank of every spectrum, rounded up to the multiple.
-        multiple: divisor of every rank.
-
-    Raises:
-        ValueError: ``total`` is less than the minima together or more than the number of energies, or a spectrum is
-            shorter than the minimum.
+    Raises ValueError: ``total`` is less than the minima together or more than the number of energies, or a spectrum is
+    shorter than the minimum.
     """
     sizes = [len(spectrum) for spectrum in spectra]
     least = -(-minimum // multiple)  # from here on in multiples
@@ -56,13 +49,7 @@ def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: in
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to spend a layer's elements: a fixed number of them, and a latent for the rest.
-
-    Attributes:
-        width: number of fixed elements.
-        cost: cost of this choice, in the unit of the energies.
-        energies: energies of the latent next to the fixed elements, in descending order.
-    """
+    """One way to spend a layer's elements: ``width`` fixed ones at a cost, and a latent of descending energies."""
 
     width: int
     cost: float
@@ -74,13 +61,8 @@ def choose_widths(layers: Sequence[Sequence[Choice]], total: int) -> list[tuple[
 
     At a given price per element, layers are optimized independently. Bisection finds the lowest price at which all
     layers fit (Everett 1963, doi:10.1287/opre.11.3.399: no other allocation of the same total costs less). Remaining
-    elements go to the latents that drop the most energy.
-
-    Returns:
-        For every layer, the index of the choice and the rank, at least 1.
-
-    Raises:
-        ValueError: ``total`` is less than the smallest choices take with a rank of 1.
+    elements go to the latents that drop the most energy. Returns for every layer, the index of the choice and the rank,
+    at least 1. Raises ValueError: ``total`` is less than the smallest choices take with a rank of 1.
     """
     if total < sum(min(choice.width for choice in choices) + 1 for choices in layers):
         raise ValueError(f"{total} elements are too few for {len(layers)} layers")
@@ -131,15 +113,9 @@ def proportional(
 ) -> list[int]:
     """Allocate ranks in proportion to weights, within bounds; rounding goes to the largest remainders.
 
-    Args:
-        weights: not negative.
-        total: ranks to allocate; a remainder below one multiple, or above the maxima, stays unspent.
-        multiple: divisor of every rank.
-        minimum: lower bound of every rank, rounded up to the multiple.
-        maximum: upper bound of all ranks, or one per rank, rounded down to the multiple.
-
-    Raises:
-        SurgeryError: ``total`` is less than the minima together, or a maximum is less than the minimum.
+    Bounds are rounded to the multiple, and ``maximum`` may be one per rank. A remainder below one multiple, or above
+    the maxima, stays unspent. Raises SurgeryError: ``total`` is less than the minima, or a maximum less than the
+    minimum.
     """
     least = -(-minimum // multiple)
     bounds = [maximum] * len(weights) if maximum is None or isinstance(maximum, int) else maximum

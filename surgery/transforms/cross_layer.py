@@ -28,13 +28,10 @@ Rebuild = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class SharedBasis:
-    """Shared basis of a group of W layers.
+    """Shared basis of a group of W layers: ``down`` [r, n] and ``up`` [n, r] per layer.
 
-    Attributes:
-        down: [r, n] per layer.
-        up: [n, r] per layer.
-        energy: all W·n energies in the metric, descending; the first r are kept, the rest is the error.
-        error: relative error, ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` divided by its value for ``ẑ = 0``.
+    ``energy`` are all W·n in the metric, descending. ``error`` is relative, ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` divided
+    by its value for ``ẑ = 0``.
     """
 
     down: tuple[Tensor, ...]
@@ -57,13 +54,8 @@ def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> Shared
     """Compute the basis of a group with the least error.
 
     Minimizes ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over all maps of rank r: reduced-rank regression of the stacked z on
-    itself under ``M = diag(M_0, …)``. M has no blocks across layers: their gradients hardly correlate, and such blocks
-    measured no better.
-
-    Args:
-        moment: ``E[z zᵀ]`` of the stacked z, float64 [W·n, W·n].
-        metrics: ``M_i`` [n, n] of each layer, damped.
-        rank: r, at most W·n.
+    itself under ``M = diag(M_0, …)``, damped [n, n] each. ``moment`` is ``E[z zᵀ]``, float64 [W·n, W·n]. M has no
+    blocks across layers: their gradients hardly correlate, and such blocks measured no better.
     """
     widths = [len(metric) for metric in metrics]
     down, up, energy = reduced_rank_projection(moment, torch.block_diag(*metrics), rank)
@@ -80,10 +72,8 @@ def loss_metric(statistics: LayerStatistics, first: int = 0) -> Tensor:
 def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:
     """Build MiniCache's merge of two layers, as the model class stores it.
 
-    Args:
-        heads: KV heads; keys and values of a head have the same width.
-        pairs: tokens of a block that stay unmerged.
-        interpolation: share of the later layer in the direction, t of SLERP.
+    ``pairs`` tokens of a block stay unmerged; ``interpolation`` is the later layer's share in the direction, t of
+    SLERP.
     """
 
     def rebuild(blocks: list[Tensor]) -> list[Tensor]:
@@ -99,12 +89,8 @@ def merged_pair(heads: int, pairs: int, interpolation: float) -> Rebuild:
 class SimulatedGroup:
     """Simulation of a shared cache: runs the layers of a group on prompts, block by block, with surrogate attention.
 
-    A query at position m reads exact z of the positions in its own block of C tokens, of n > m - ``window`` and of
-    n < ``sinks``. It reads rebuilt z of all others.
-
-    Args:
-        members: surrogate attention modules of the group's layers, with equal block, window and sinks.
-        rebuild: function that rebuilds a complete block.
+    A query at position m reads exact z of the positions in its own block of C tokens, of n > m - ``window`` and of n <
+    ``sinks``. It reads z of all others rebuilt by ``rebuild`` from a complete block.
     """
 
     def __init__(self, members: Sequence[SimulatedMember], rebuild: Rebuild):
@@ -156,12 +142,9 @@ class SimulatedGroup:
 
 
 class SimulatedMember(nn.Module):
-    """Surrogate module for the attention of one layer of a group; takes a prompt in blocks.
+    """Surrogate module for the attention of one layer of a group; takes a prompt in blocks of C tokens.
 
-    Attributes:
-        block: C, tokens per block.
-        exact: z of all tokens so far, [B, S, n].
-        rebuilt: ẑ of the tokens in complete blocks, [B, S', n]; None before the first.
+    Holds z of all tokens so far, [B, S, n], and ẑ of those in complete blocks, [B, S', n].
     """
 
     def __init__(self, block: int, sinks: int, window: int):
@@ -176,11 +159,9 @@ class SimulatedMember(nn.Module):
         raise NotImplementedError
 
     def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append z of a block [B, T, n].
+        """Append z of a block [B, T, n]; return the tokens to read, rebuilt ones first, [B, S' + S, n].
 
-        Returns:
-            Tokens that attention reads, rebuilt ones first, [B, S' + S, n]; their positions [S' + S]; and the mask of
-            visible tokens, bool [T, S' + S].
+        Their positions are [S' + S], and the mask of visible tokens is bool [T, S' + S].
         """
         self.exact = tokens if self.exact is None else torch.cat([self.exact, tokens], dim=1)
         count = self.exact.shape[1]

@@ -195,20 +195,11 @@ def adjacent_groups(heads: int, size: int) -> tuple[Group, ...]:
 
 
 def cheapest_groups(heads: int, size: int, cost: Callable[[Group], float]) -> tuple[Group, ...]:
-    """Partition ``range(heads)`` into groups of ``size`` with the least sum of costs.
+    """Partition ``range(heads)`` into ascending groups of ``size`` with the least sum of costs, ordered by first head.
 
-    With few heads, every partition is tried. With many, the cost of a group is approximated by the sum over its pairs
-    (exact for pairs), groups are filled greedily, and heads are swapped between groups until no swap helps. That result
-    is no worse than neighboring heads in the approximate cost, but need not be optimal.
-
-    Args:
-        cost: cost of merging a group, whose heads ascend; called once per group.
-
-    Returns:
-        Ascending groups, ordered by their first head.
-
-    Raises:
-        ValueError: ``size`` does not divide ``heads``.
+    With few heads, every partition is tried. With many, the cost of a group is approximated by the sum over its pairs,
+    groups are filled greedily, and heads are swapped until no swap helps; that is no worse than neighboring heads.
+    ``cost`` is called once per group. Raises ValueError: ``size`` does not divide ``heads``.
     """
     if size < 1 or heads % size:
         raise ValueError(f"{heads} heads do not divide into groups of {size}")

@@ -19,10 +19,7 @@ def permute_heads(tensors: Mapping[str, Tensor], order: Sequence[int]) -> dict[s
 
     Permutes rows of ``q_proj``, ``k_proj`` and ``v_proj`` (weights [G·n, D], biases [G·n]), weights of norms over all
     heads [G·n] and columns of ``o_proj.weight`` [D, G·n], n of them per KV head. Other tensors, such as norms of each
-    head, are shared by all heads and stay unchanged.
-
-    Raises:
-        ValueError: ``order`` is not a permutation.
+    head, are shared by all heads and stay unchanged. Raises ValueError: ``order`` is not a permutation.
     """
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"{list(order)} is not a permutation of {len(order)} heads")

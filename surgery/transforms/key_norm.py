@@ -37,8 +37,7 @@ def pooled_key_norms(anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_
 def deal_queries(norms: Tensor, heads: int) -> list[int]:
     """Split ``heads`` query heads over the KV heads in proportion to the norms [G'], at least one each.
 
-    Raises:
-        SurgeryError: there are fewer query heads than KV heads.
+    Raises SurgeryError: there are fewer query heads than KV heads.
     """
     return proportional(norms.tolist(), heads)
 
@@ -46,10 +45,7 @@ def deal_queries(norms: Tensor, heads: int) -> list[int]:
 def padded_group(largest: int, kv_heads: int, hidden: int) -> int:
     """Compute the least group size, from ``largest`` on, with which the number of query heads divides the hidden size.
 
-    Configs of several families require the latter, whatever the head width.
-
-    Raises:
-        SurgeryError: there is no such size.
+    Configs of several families require the latter, whatever the head width. Raises SurgeryError: there is no such size.
     """
     for size in range(largest, hidden // kv_heads + 1):
         if hidden % (kv_heads * size) == 0:
@@ -58,12 +54,7 @@ def padded_group(largest: int, kv_heads: int, hidden: int) -> int:
 
 
 def pad_groups(anatomy: AttentionAnatomy, counts: Sequence[int], size: int) -> AttentionAnatomy:
-    """Assign the next ``counts[i]`` query heads to KV head i and pad each group with zero heads to ``size``.
-
-    Args:
-        anatomy: a layer with ``len(counts)`` KV heads and ``sum(counts)`` query heads.
-        size: query heads per group of the result.
-    """
+    """Assign the next ``counts[i]`` query heads to KV head i and pad each group with zero heads to ``size``."""
     positions = torch.tensor(
         [i * size + j for i, count in enumerate(counts) for j in range(count)], device=anatomy.q.device
     )

@@ -44,12 +44,9 @@ from surgery.transforms.head_grouping import (
 
 @dataclass(frozen=True)
 class Method:
-    """Definition of a named method.
+    """Definition of a named method: maps of a group from its moments.
 
-    Attributes:
-        maps: function from the moments of a group to its maps.
-        weighted: whether it uses the metric of the loss instead of plain errors.
-        searches: whether it searches for the cheapest groups instead of merging neighbors.
+    It is weighted by the metric of the loss or by plain errors, and searches the cheapest groups or merges neighbors.
     """
 
     maps: Callable[[GroupMoments], GroupMaps]
@@ -96,15 +93,9 @@ def unmerged(anatomy: AttentionAnatomy) -> MergedLayer:
 def allocate_kv_heads(errors: Sequence[Mapping[int, float]], total: int) -> list[int]:
     """Allocate KV heads to layers with the least total error, by dynamic programming over layers.
 
-    Taking the largest savings first would not be optimal: the number of heads at least doubles from one choice to the
-    next, and the savings need not descend.
-
-    Args:
-        errors: per layer, the predicted error by number of heads, in a unit that all layers share.
-        total: upper bound of the heads of all layers together; fewer are used if the error is no larger.
-
-    Raises:
-        SurgeryError: ``total`` is less than the minima of the layers together.
+    Taking the largest savings first would not be optimal: the number of heads at least doubles between choices.
+    ``errors`` are by number of heads, in one unit; fewer than ``total`` heads are used if the error is no larger.
+    Raises SurgeryError: ``total`` is less than the minima of the layers together.
     """
     # By heads spent: the least error of the layers so far, and the heads of each layer.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
@@ -124,18 +115,11 @@ def allocate_kv_heads(errors: Sequence[Mapping[int, float]], total: int) -> list
 def merge_kv_heads(
     anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int, method: str = "fisher"
 ) -> MergedLayer:
-    """Merge the KV heads of a layer in groups of equal size.
+    """Merge the KV heads of a layer in groups of equal size, to a divisor of the source's number; float64, CPU.
 
-    Args:
-        anatomy: the layer, float64 on the CPU like the statistics.
-        statistics: statistics of this layer. Without gradients, the method "fisher" weights keys by the energies of
-            their queries and values by ``W_oᵀ W_o``.
-        kv_heads: number of heads to keep, a divisor of the source's.
-        method: a key of ``METHODS``.
-
-    Raises:
-        SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer with a query
-            or key norm: the factors of a merge would have to apply after the norm, where there is no weight.
+    Without gradients, the method "fisher" weights keys by the energies of their queries and values by ``W_oᵀ W_o``.
+    Raises SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer with a query
+    or key norm, after which the factors of a merge would have to apply.
     """
     if method not in METHODS:
         raise SurgeryError(f"method {method!r} is unknown: choose {', '.join(METHODS)}", setting="method")

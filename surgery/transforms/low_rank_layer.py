@@ -71,15 +71,12 @@ class LowRankLayer:
 class SimulatedLowRank(nn.Module):
     """Surrogate for a transformers attention module that computes a low-rank layer; prompts only, no cache.
 
-    Attributes:
-        latents: latents [B, T, r] that the layer would have cached, one tensor per call, if ``remembers``.
-
     Args:
         earlier: surrogate modules of the group's earlier layers. Call number i of this module reads their latents of
             call i, so all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
         read: maps latents to the values that a cache of packed rows returns.
-        remembers: whether to record the latents for later layers of the group.
+        remembers: whether to record latents [B, T, r], one tensor per call, for later layers of the group.
     """
 
     def __init__(

@@ -70,15 +70,12 @@ class Factors:
 
 @dataclass(frozen=True)
 class Method:
-    """Definition of a named method.
+    """Definition of a named method: factors of a block from its moments and its rank.
 
     Attributes:
-        factors: function from the moments of a block and its rank to its factors.
         layout: ``joint``, ``separate``, ``groups`` of heads with keys and values apart, or ``channels``.
         weighted: whether it uses the metric of the loss, which makes energies of different layers comparable.
-        gradients: whether it needs loss gradients, for its metric or for its ranks.
-        scaled: whether it needs the scale of the attention's inputs.
-        queries: whether it needs the energy of the queries.
+        gradients, scaled, queries: whether it needs loss gradients, the scale of the inputs, the energy of the queries.
     """
 
     factors: Callable[[BlockMoments, int], Factors]
@@ -166,11 +163,7 @@ METHODS: Registry[Method] = Registry(
 
 
 def method_named(name: str) -> Method:
-    """Look up a method by name.
-
-    Raises:
-        SurgeryError: the name is unknown.
-    """
+    """Look up a method by name. Raises SurgeryError: the name is unknown."""
     if name not in METHODS:
         raise SurgeryError(f"method {name!r} of --to lowrank is unknown: choose {', '.join(METHODS)}", setting="method")
     return METHODS[name]
@@ -179,17 +172,11 @@ def method_named(name: str) -> Method:
 def blocks_for(
     method: str, anatomy: AttentionAnatomy, rank: int, *, key_rank: int | None = None, multiple: int = 1
 ) -> tuple[Block, ...]:
-    """Split a layer's budget into blocks of latents, at most ``rank`` in total.
+    """Split a layer's budget into blocks of latents, at most ``rank`` in total, in multiples of ``multiple``.
 
-    Args:
-        rank: elements per token.
-        key_rank: number of latents for keys, for layouts that separate keys and values; by default half, or more if the
-            values cannot use theirs. The method "think" keeps all values and uses the rest for keys.
-        multiple: divisor of every block's rank; ``rank`` and ``key_rank`` are rounded down to it. The method "think"
-            ignores it.
-
-    Raises:
-        SurgeryError: the budget does not suit the method.
+    ``key_rank`` is for layouts that separate keys and values; by default half, or more if the values cannot use theirs.
+    The method "think" keeps all values and uses the rest for keys. Raises SurgeryError: the budget does not suit the
+    method.
     """
     layout = method_named(method).layout
     rank -= 0 if layout == "channels" else rank % multiple
@@ -235,10 +222,8 @@ def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -
 
     Palu's public code takes the root mean square of each weight's gradient and averages over the weights. The gradient
     of a weight is ``Σ g_i x_j`` over tokens. If tokens are independent, and gradients independent of inputs (as in
-    K-FAC, arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token.
-
-    Raises:
-        SurgeryError: the statistics lack gradients or inputs.
+    K-FAC, arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token. Raises SurgeryError: the statistics lack
+    gradients or inputs.
     """
     if statistics.gradient is None or statistics.input_energy is None:
         raise SurgeryError(
@@ -259,14 +244,8 @@ def palu_ranks(
 ) -> list[tuple[int, int]]:
     """Allocate ranks for keys and values per layer in proportion to Fisher information (Palu's "fisher_uniform").
 
-    Args:
-        information: per layer, from :func:`fisher_information`.
-        anatomy: any layer of the model; all have the same shape.
-        total: upper bound of the elements per token of all layers together.
-        multiple: divisor of the ranks of a group of heads.
-
-    Raises:
-        SurgeryError: the budget is less than the minima together.
+    ``total`` limits the elements per token of all layers, which have the shape of ``anatomy``; ``multiple`` divides the
+    ranks of a group of heads. Raises SurgeryError: the budget is less than the minima together.
     """
     groups = -(-anatomy.kv_heads // PALU_HEADS)
     widths = (anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim)

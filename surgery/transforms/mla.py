@@ -39,10 +39,8 @@ from surgery.transforms.latent_layer import LatentLayer
 class Method:
     """Definition of a named method.
 
-    Attributes:
-        gradients: whether it needs loss gradients.
-        lags: whether it needs lag statistics, to choose components and to replace dropped rotations by constants.
-        folds: whether it treats neighboring frequencies as one, and takes the first components as the rotated ones.
+    It may need loss gradients, and lags to choose components and to replace dropped rotations by constants. If it
+    ``folds``, it treats neighboring frequencies as one, and rotates the first components.
     """
 
     name: str
@@ -68,12 +66,9 @@ class Split:
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """Layer after each step of the conversion, with its predicted errors.
+    """Layer after each step of the conversion: latent form with partial RoPE, then truncated.
 
     Attributes:
-        basis: components of the keys.
-        partial: latent form with RoPE on the chosen components only, before truncation.
-        truncated: the converted layer.
         rope_error: predicted error of the dropped rotations, relative to the squared scores; None without lags.
         sizes: root mean squares of the truncated latent and of the rotary keys, over channels and tokens.
         energy: energies of the latent's dimensions in the method's metric, descending. In a Fisher metric each is twice
@@ -174,15 +169,7 @@ def convert_layer(
     rank: int,
     lags: LagStatistics | None = None,
 ) -> ConvertedLayer:
-    """Convert one layer to MLA.
-
-    Args:
-        anatomy: the layer in float64.
-        basis: from :func:`key_basis`.
-        rotated: from :func:`rotated_components`.
-        rank: r, the rank of the latent.
-        lags: statistics over ``basis``, for methods that use them.
-    """
+    """Convert one layer to MLA of rank r in float64, with ``lags`` over ``basis`` for methods that use them."""
     constant = lags.constant() if method.lags else None
     partial = partial_rope.latent_form(anatomy, basis, rotated, constant)
     if method.gradients:

@@ -40,12 +40,9 @@ class Unpredicted:
     """Residual z - R ĉ of a layer's bias-free keys, before their norm, and values, given earlier layers; float64.
 
     Attributes:
-        blocks: heads that share latents; the blocks' ranks are not set yet.
-        elements: indices in z of each block's elements.
+        elements: indices in z of each block's elements; the blocks' ranks are not set yet.
         factors: factors of each block's part of z - z̄ - R (ĉ - c̄), at full rank.
-        rows: z = rows x, [n, D].
-        regression: R [n, s].
-        mean: z̄ - R c̄ [n].
+        rows, regression, mean: z = rows x, [n, D]; R [n, s]; z̄ - R c̄ [n].
     """
 
     blocks: tuple[Block, ...]
@@ -91,16 +88,11 @@ def unpredicted(
     first: int,
     stored: torch.dtype = torch.float64,
 ) -> Unpredicted:
-    """Measure the residual that a layer's own latents have to encode.
+    """Measure the residual that a layer's own latents have to encode, in float64.
 
-    Args:
-        anatomy: the layer in float64.
-        statistics: statistics of all tokens, or of all but the first ones.
-        blocks: heads that share latents; every key head and every value head is in one block.
-        inputs: attention inputs of the calibration tokens [N, T, D].
-        shared: decoded latents of earlier layers of the same tokens [N, T, s].
-        first: number of first tokens that the cache keeps in full precision.
-        stored: dtype of the down-projections of the latents.
+    ``inputs`` are the attention inputs of the calibration tokens [N, T, D], ``shared`` decoded latents of earlier
+    layers of the same tokens [N, T, s], of which the cache keeps the ``first`` in full precision; ``stored`` is the
+    dtype of the down-projections. Every key head and every value head is in one block.
     """
     weight = body_weight(statistics, inputs, first)
     scale = key_scale(anatomy)
@@ -146,13 +138,9 @@ class RowSpectrum:
 
 @dataclass(frozen=True)
 class QuantizedLowRank:
-    """Converted layer with its quantizer.
+    """Converted layer, latents in the order of the row, with its quantizer and the energies of all latents.
 
-    Attributes:
-        spectrum: energies of all latents, for the allocation of bytes.
-        layer: low-rank form, with latents in the order of the row.
-        quantizer: means and steps of the latents.
-        clipped: share of the calibration values outside the range of their channel.
+    ``clipped`` is the share of the calibration values outside the range of their channel.
     """
 
     spectrum: RowSpectrum

@@ -32,11 +32,9 @@ METHOD = replace(mla.METHODS["fisher"], lags=False)
 
 @dataclass(frozen=True)
 class LayerSpectra:
-    """Energies over which the bytes of a layer's row are allocated.
+    """Energies over which the bytes of a layer's row are allocated, of key components [P] and of latents of values.
 
-    Attributes:
-        components: energies of the key components, [P]: twice the predicted loss increase of dropping one, in nats.
-        values: likewise the energies of a latent of the values, descending.
+    Each is twice the predicted loss increase of dropping one, in nats; descending.
     """
 
     components: Tensor
@@ -49,20 +47,14 @@ class LayerSpectra:
 
     def sections(self, factor: float = 1.0) -> list[Section]:
         """Return the sections of a row, latent and shared key, with energies scaled by ``factor``."""
-        return [
-            Section(factor * self.values, least=1),
-            Section(factor * self.components[self.order], unit=2),
-        ]
+        return [Section(factor * self.values, least=1), Section(factor * self.components[self.order], unit=2)]
 
 
 @dataclass(frozen=True)
 class QuantizedLatents:
-    """Converted layer with its quantizer.
+    """Converted layer, channels in the order of the row, with its quantizer, which interleaves rotary pairs.
 
-    Attributes:
-        layer: latent form, with channels in the order of the row.
-        quantizer: means and steps, in the channel order of the model class, which interleaves rotary pairs.
-        clipped: share of the calibration values outside the range of their channel.
+    ``clipped`` is the share of the calibration values outside the range of their channel.
     """
 
     layer: LatentLayer
@@ -72,14 +64,10 @@ class QuantizedLatents:
 
 @dataclass(frozen=True)
 class ValueLatents:
-    """Directions of the latent of a layer's values, by descending energy; float64.
+    """Directions of the latent of a layer's values, by descending energy; maps [n, n] in float64.
 
-    The weighted mean lies in one direction, which a row must hold. The others are the KLT of its complement.
-
-    Attributes:
-        down, up: maps from values [n] to the latent and back, [n, n] each.
-        energy: variances in the metric of the loss, [n].
-        mean: index of the direction of the mean; None if the mean is zero.
+    The weighted mean lies in one direction, of index ``mean``, which a row must hold. The others are the KLT of its
+    complement. Energies [n] are variances in the metric of the loss.
     """
 
     down: Tensor
@@ -136,16 +124,10 @@ def convert_layer(
     inputs: Tensor,
     first: int,
 ) -> QuantizedLatents:
-    """Convert one layer to MLA with a packed row.
+    """Convert one float64 layer to MLA with a packed row, by statistics without the ``first`` tokens.
 
-    Args:
-        anatomy: the layer in float64.
-        statistics: statistics without the first tokens.
-        basis: from :func:`key_basis`.
-        order: indices of the components by descending energy.
-        runs: runs of the latent and of the shared key.
-        inputs: attention inputs of the calibration tokens [N, T, D].
-        first: number of first tokens that the cache keeps in full precision.
+    ``order`` are the components by descending energy, ``runs`` those of the latent and of the shared key, ``inputs``
+    the attention inputs of the calibration tokens [N, T, D].
     """
     latent_order, rope_order = (unit_order(each, unit) for each, unit in zip(runs, (1, 2), strict=True))
     latents = ValueLatents.of(anatomy, statistics)
@@ -163,10 +145,7 @@ def convert_layer(
 def row_frequencies(inv_freq: Tensor, frequency: Tensor, runs: Runs) -> Tensor:
     """Return the inverse frequencies of a row's rotary pairs, in row order; 0 for pairs without a component.
 
-    Args:
-        inv_freq: inverse frequencies of the family, [d/2].
-        frequency: frequency index of each component, by descending energy.
-        runs: runs of the shared key.
+    ``inv_freq`` [d/2] are the family's, ``frequency`` the index of each component, by descending energy.
     """
     return take_or_zero(inv_freq[frequency], torch.tensor(unit_order(runs, 2), dtype=torch.long))
 

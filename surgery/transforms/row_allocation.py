@@ -52,12 +52,9 @@ def granule_of(width: int) -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """Part of a packed row whose channels are sorted by energy.
+    """Part of a packed row whose channels are sorted by energy, of ``least`` granules at least.
 
-    Attributes:
-        energies: energy of each unit, descending; comparable between all sections that share a budget.
-        unit: number of channels that share their bits: 1, or 2 for complex components.
-        least: minimum number of granules.
+    Energies are comparable between all sections of a budget; a unit of 1, or 2 for complex components, shares its bits.
     """
 
     energies: Tensor
@@ -145,14 +142,9 @@ def row_cost(section: Section, runs: Runs) -> float:
 
 
 def allocate_rows(sections: Sequence[Section], budget: int, *, granule: int = GRANULE) -> list[Runs]:
-    """Allocate a byte budget over the sections of all layers' rows; return the runs of each section.
+    """Allocate a byte budget per token over the sections of all layers' rows; return the runs of each section.
 
-    Args:
-        budget: bytes per token in all sections together.
-        granule: divisor of the bytes of every run.
-
-    Raises:
-        ValueError: the budget is less than the minima of the sections.
+    ``granule`` divides the bytes of every run. Raises ValueError: the budget is less than the minima of the sections.
     """
     if (least := granule * sum(section.least for section in sections)) > budget:
         raise ValueError(f"{budget} bytes per token are below the minimum of {least}")

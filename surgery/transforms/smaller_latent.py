@@ -46,13 +46,7 @@ class SmallerLatent:
 
 
 def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: int) -> SmallerLatent:
-    """Reduce the latent of one layer to ``rank``.
-
-    Args:
-        anatomy: the layer in float64.
-        statistics: statistics of its rotary key and latent, with a metric of the loss.
-        rank: r', at most r.
-    """
+    """Reduce the latent of one float64 layer to ``rank``, in the metric of the loss of its statistics."""
     latents, width = slice(anatomy.head_dim, None), anatomy.rank
     moment, weighted = statistics.moment[latents, latents], statistics.gradient_weighted_moment[latents, latents]
     metric = damp(statistics.metric[latents, latents])
@@ -76,9 +70,7 @@ def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: in
 def _axes(up: Tensor, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
     """Compute Q [r, r'], the principal axes of the kept subspace, and the scale s.
 
-    Args:
-        up: [r, r'], whose columns span the kept subspace.
-        weight, moment: second moments [r, r] of the projected and of the full latent.
+    The columns of ``up`` [r, r'] span it; second moments [r, r] are of the projected and of the full latent.
     """
     span = torch.linalg.qr(up).Q
     _, axes = eigh_descending(span.mT @ weight @ span)

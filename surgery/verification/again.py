@@ -21,9 +21,8 @@ QUANTIZED_PIECE = 8
 def verify_again(reader: CheckpointReader, opened: Source | OwnSource, seed: int, progress: Progress) -> Verification:
     """Run random tokens through a checkpoint's layers in one pass, and decode them through its caches.
 
-    Raises:
-        SurgeryError: a layer does not load, decoding differs from one forward pass, or the caches hold other bytes than
-            predicted from the config.
+    Raises SurgeryError: a layer does not load, decoding differs from one forward pass, or the caches hold other bytes
+    than predicted from the config.
     """
     held_out = HeldOut.random(opened.config.vocab_size, SEQUENCES, LENGTH, seed)
     piece = QUANTIZED_PIECE if reader.config.get("kv_cache") else None

@@ -15,12 +15,10 @@ KEPT = 16
 
 
 def compute_probe(stream: LayerStream, tokens: Tensor, hidden: Tensor, piece: int | None) -> dict[str, Any]:
-    """Compute the probe as JSON values, from the logits after the first tokens.
+    """Compute the probe as JSON values, from the logits after the first `TOKENS` of tokens [T].
 
-    Args:
-        tokens: [T] tokens of the run; the first `TOKENS` are recorded.
-        hidden: [T, D] outputs of the last layer for them, before the final norm.
-        piece: tokens per forward pass through a cache; None for one pass.
+    ``hidden`` [T, D] are the last layer's outputs, of ``piece`` tokens per forward pass through a cache, or of one
+    pass.
     """
     tokens = tokens[:TOKENS]
     logits = stream.logits(hidden[len(tokens) - 1].to(stream.device, stream.dtype)).float()

@@ -44,12 +44,9 @@ class Verification:
     """Measurements of a written checkpoint after reloading.
 
     Attributes:
-        score: loss and recall on held-out text.
         logit_difference: largest relative difference of logits from the simulation.
         cache_difference: largest relative difference of a layer's output between decoding through its cache and one
-            forward pass; for a quantized cache, between decoding after the prompt in one and in two pieces. None if no
-            layer can be compared.
-        kv_tokens: tokens in the live caches when they were measured.
+            forward pass; for a quantized cache, between decoding after the prompt in one and in two pieces; or None.
         kv_bytes_per_token: measured bytes of the live caches over `kv_tokens`.
         flow: peak and footprint of prefill and decoding of these tokens, in the dtype of the run; None if not measured.
         probe: a few logits for the report (:mod:`surgery.verification.probe`).
@@ -78,15 +75,13 @@ def verify_by_running(
     """Load the checkpoint in ``path`` layer by layer, run it, and compare it with the simulation.
 
     Args:
-        opened: the source. It determines device and dtype of the run, the sliding windows, the LM head for simulated
-            logits, and the dtype of the rewritten tensors, in which KV bytes are counted.
+        opened: the source, which determines device, dtypes, sliding windows, and the LM head for simulated logits.
         simulated: final hidden states [N, T, D] of the simulated conversion.
         piece: tokens per forward pass through the live cache; None for one pass over the held-out text.
         flow: predicts peak and footprint from the numbers of prompt and decoded tokens, in the dtype of the run.
 
-    Raises:
-        SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the simulation
-            by more than rounding, or KV bytes, peak or footprint differ from the prediction.
+    Raises SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
+    simulation by more than rounding, or KV bytes, peak or footprint differ from the prediction.
     """
     reader = open_model(path)
     config = load_config(reader.path)

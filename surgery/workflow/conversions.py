@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import MARK, check_file
 from surgery.common.progress import Progress
-from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, pop_required
+from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, located, pop_required
 
 if TYPE_CHECKING:
     from surgery.calibration.settings import ConversionSettings
@@ -34,10 +34,8 @@ def convert(step: Step, where: str) -> Action:
         return _conversion_action(
             step, source, lambda finished: _planned_settings(plan, values, finished, where), where
         )
-    try:
+    with located(where):
         target = find_target(str(values.pop("to", DEFAULT)))
-    except SurgeryError as error:
-        raise SurgeryError(f"{where}: {error}") from None
     return _conversion_action(step, source, _choice_of(target, values, where), where)
 
 
@@ -54,10 +52,8 @@ Choice = Callable[[Finished], tuple["ConversionSettings", "Mapping[str, Any] | N
 
 
 def _choice_of(target: Target, values: dict[str, Any], where: str) -> Choice:
-    try:
+    with located(where):
         settings = target.settings(values)
-    except SurgeryError as error:
-        raise SurgeryError(f"{where}: {error}") from None
     return lambda finished: (settings, None)
 
 
@@ -65,10 +61,8 @@ def _planned_settings(plan: str, values: dict[str, Any], finished: Finished, whe
     from surgery.planning.plan_file import read_plan
 
     planned = read_plan(finished.plans.get(plan, Path(plan)))
-    try:
+    with located(where):
         return planned.target.settings({**planned.settings, **values}), planned.predicted
-    except SurgeryError as error:
-        raise SurgeryError(f"{where}: {error}") from None
 
 
 def _conversion_action(step: Step, source: str, choice: Choice, where: str) -> Action:
@@ -141,8 +135,7 @@ def _convert_unless_done(request: ConversionRequest, progress: Progress) -> None
 def _plan_unless_done(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:
     """Write the plan, with a JSON file of all measurements next to it, by which later runs recognize it.
 
-    Raises:
-        SurgeryError: a plan for another source or other settings exists, or nothing meets the budget.
+    Raises SurgeryError: a plan for another source or other settings exists, or nothing meets the budget.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.checkpoint.disk import as_json, disk_errors, read_json, write_whole

@@ -27,8 +27,7 @@ MOST = ("host", "device", "temporary")
 def plan_recipe(recipe: Recipe, actions: Sequence[Action], work: Path, progress: Progress) -> dict[str, Any]:
     """Forecast each step as JSON values (command, name, target, whether its output exists, costs), and the total.
 
-    Raises:
-        SurgeryError: a step with existing inputs is impossible.
+    Raises SurgeryError: a step with existing inputs is impossible.
     """
     finished, outputs, steps = Finished(), {}, []
     results = {

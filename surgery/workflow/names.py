@@ -32,8 +32,7 @@ PLANS = {"convert": ("plan",)}
 def check_names(path: Path, steps: Sequence[Step]) -> None:
     """Check every name that a step uses: an earlier step, a named model, a file, a folder or a hub id.
 
-    Raises:
-        SurgeryError: a name is none of these, or is a later step.
+    Raises SurgeryError: a name is none of these, or is a later step.
     """
     outputs: dict[str, str] = {}
     for number, step in enumerate(steps):

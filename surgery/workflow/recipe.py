@@ -58,8 +58,7 @@ class Recipe:
     def read(cls, path: Path) -> Recipe:
         """Read a recipe; `checked_recipe` checks the settings of its steps.
 
-        Raises:
-            SurgeryError: the file cannot be read, has an unknown command, or two steps with one name.
+        Raises SurgeryError: the file cannot be read, has an unknown command, or two steps with one name.
         """
         content = read_mapping(path)
         for key in content:
@@ -85,8 +84,7 @@ class Recipe:
 def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
     """Read a recipe and create its actions; settings and names of all steps are checked before the first one runs.
 
-    Raises:
-        SurgeryError: a setting or a name is invalid.
+    Raises SurgeryError: a setting or a name is invalid.
     """
     recipe = Recipe.read(path)
     ready = [COMMANDS[step.command](step, recipe.where(step)) for step in recipe.steps]
@@ -95,14 +93,10 @@ def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
 
 
 def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bool = False) -> Finished:
-    """Run all steps of a recipe.
+    """Run all steps of a recipe, by default in a folder with its name in the current directory.
 
-    Args:
-        work: folder for the outputs; None for a folder with the recipe's name in the current directory.
-        restart: restart interrupted steps from scratch; completed steps are kept.
-
-    Raises:
-        SurgeryError: the recipe is invalid (before any step runs), another process uses the folder, or a step fails.
+    With ``restart`` interrupted steps start from scratch. Raises SurgeryError: the recipe is invalid (before any step
+    runs), another process uses the folder, or a step fails.
     """
     recipe, ready = checked_recipe(path)
     work = work or Path(recipe.name)
@@ -206,12 +200,10 @@ def _heal(step: Step, where: str) -> Action:
     processes, launcher = values.pop("processes", None), values.pop("launcher", None)
     measure = _measure(values.pop("measure", True), where)
     settings = HealSettings.from_mapping({**values, "teacher": teacher}, where)
-    try:
+    with located(where):
         check_processes(processes)
         launcher = None if launcher is None else find_launcher(str(launcher))
         check_tracker(settings)
-    except SurgeryError as error:
-        raise SurgeryError(f"{where}: {error}") from None
 
     def request_for(out: Path, finished: Finished) -> HealRequest:
         from surgery.healing.heal import HealRequest
@@ -324,8 +316,7 @@ def _row(text: str, finished: Finished) -> str:
 def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
     """Return whether the pattern file exists for this source and these settings.
 
-    Raises:
-        SurgeryError: it exists for another model or other settings.
+    Raises SurgeryError: it exists for another model or other settings.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.heads.pattern import HeadPattern

@@ -41,12 +41,9 @@ class Finished:
 
 @dataclass(frozen=True)
 class Expected:
-    """Forecast of a step from the dry run of its command. Sizes are in bytes; None is unknown.
+    """Forecast of a step from the dry run of its command: peak memory of host and device, and disk, in bytes, or None.
 
-    Attributes:
-        host, device: peak memory of the machine and of its accelerator.
-        disk, temporary: bytes of the output and of temporary files.
-        note: text next to the numbers, or in their place.
+    ``note`` is text next to the numbers, or in their place.
     """
 
     seconds: float | None = None
@@ -61,10 +58,8 @@ class Expected:
 class Action:
     """Executable step with checked settings.
 
-    Attributes:
-        do: runs the step.
-        forecast: runs the command's dry run. Its arguments are the output path, the expected results of earlier steps,
-            to which it adds its own, and a folder that it may create for an outline. None: the command has no dry run.
+    ``forecast`` runs the command's dry run, if it has one. Its arguments are the output path, the expected results of
+    earlier steps, to which it adds its own, and a folder that it may create for an outline.
     """
 
     do: Callable[[Path, Finished, Progress, Processes], None]
@@ -83,11 +78,7 @@ def located(where: str) -> Iterator[None]:
 
 
 def pop_required(settings: dict[str, Any], name: str, where: str) -> Any:
-    """Remove a setting from ``settings`` and return it.
-
-    Raises:
-        SurgeryError: the setting is missing.
-    """
+    """Remove a setting from ``settings`` and return it. Raises SurgeryError: the setting is missing."""
     try:
         return settings.pop(name)
     except KeyError:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surgery.calibration.sampled_replies import sample_replies
+from surgery.calibration.conversations import sample_replies
 from surgery.common.errors import SurgeryError
 
 

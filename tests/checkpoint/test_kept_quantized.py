@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 import surgery
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.engines.diagnosis import diagnose
+from surgery.engines.table import diagnose
 from surgery.running.loading import load_config
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import find_target

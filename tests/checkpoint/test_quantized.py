@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.quantized.packed_columns import unpacked
 from surgery.common.errors import SurgeryError
-from surgery.engines.diagnosis import diagnose
+from surgery.engines.table import diagnose
 from surgery.engines.verdict import NOT_TRIED
 from surgery.structures.registry import find_target
 

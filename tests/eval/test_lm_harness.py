@@ -227,7 +227,7 @@ def test_settings_name_what_was_run(tmp_path):
 
 
 def test_refuses_an_unknown_task(folder, monkeypatch):
-    from surgery.eval import lm_harness
+    from surgery.eval.tasks import lm_harness
 
     # Without the harness' own 14,000 tasks, which take seconds to index.
     index = lm_harness._index

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 import surgery
-from surgery.eval import token_losses
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.sequences import random_windows, tokenize
+from surgery.eval.tasks import loss
 
 ASSETS = Path(surgery.__file__).parent / "assets"
 TINY = dict(
@@ -75,7 +75,7 @@ def test_what_a_model_does_after_its_head_is_kept(model_class, config):
 
 
 def test_the_head_never_sees_more_positions_than_allowed(monkeypatch):
-    monkeypatch.setattr(token_losses, "ROWS_AT_ONCE", 6)
+    monkeypatch.setattr(loss, "ROWS_AT_ONCE", 6)
     model, batch = tiny_llama(), tokens()
     expected, records = reference_loss(model, batch), []
     assert LogitReader(model, batch).splits

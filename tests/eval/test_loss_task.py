@@ -11,8 +11,13 @@ from transformers import AutoModelForCausalLM
 from surgery.common.errors import SurgeryError
 from surgery.eval.held_out_text import Document, held_out_text
 from surgery.eval.logits import LogitReader
-from surgery.eval.tasks.loss import LossTask, position_buckets
-from surgery.eval.token_losses import losses_and_divergence, losses_of_states, losses_through_cache
+from surgery.eval.tasks.loss import (
+    LossTask,
+    losses_and_divergence,
+    losses_of_states,
+    losses_through_cache,
+    position_buckets,
+)
 
 
 @pytest.fixture(scope="module")

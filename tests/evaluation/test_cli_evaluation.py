@@ -11,7 +11,7 @@ from tiny_models import make_checkpoint
 
 from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
-from surgery.eval import lm_harness
+from surgery.eval.tasks import lm_harness
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

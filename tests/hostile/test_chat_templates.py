@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from surgery.common.errors import SurgeryError
 from surgery.running import chat_templates
 from surgery.running.chat_templates import ChatTemplate
-from surgery.training.chat import ChatEncoder
+from surgery.training.sources import ChatEncoder
 
 ROLES = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
 PROMPT = ROLES + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"

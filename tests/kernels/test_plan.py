@@ -20,7 +20,7 @@ from surgery.kernels import plan
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
-from surgery.kernels.split_count import split_count
+from surgery.kernels.split_kv import split_count
 from surgery.kernels.unpack_rows.operator import unpack_rows
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"

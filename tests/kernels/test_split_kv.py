@@ -5,8 +5,7 @@ import torch
 from kernel_checks import assert_close
 from kernel_examples import Compiled, slow
 
-from surgery.kernels.split_count import MOST_SPLITS, split_count
-from surgery.kernels.split_kv import merge, merge_launch
+from surgery.kernels.split_kv import MOST_SPLITS, merge, merge_launch, split_count
 
 torch.manual_seed(0)
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 from written_models import IMAGES, WRITTEN, inputs
 
 from surgery.reporting.adapters import USUAL, adapter_targets, adapters_section
-from surgery.running.threads import torch_threads
 from surgery.training.trainable import add_adapters
+from surgery.transforms.algebra import torch_threads
 
 STEPS = 3
 QUICK = ("blocks", "latent_key_norm", "hybrid", "cross_layer_window")

@@ -5,7 +5,7 @@ import torch
 from own_models import FAMILIES, tiny_source
 from transformers import PreTrainedModel
 
-from surgery.running.threads import torch_threads
+from surgery.transforms.algebra import torch_threads
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from torch import LongTensor, nn
 
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.eval.recall import RecallSet, recall_hits
-from surgery.eval.token_losses import losses_of_states
+from surgery.eval.tasks.loss import losses_of_states
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from own_models import VOCAB, tiny_source, tokens
 from tiny_models import LATENT
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from surgery.training.attention import use_attention
+from surgery.training.models import use_attention
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from training_data import opened_data
 from transformers import AutoTokenizer
 
 from surgery.common.errors import SurgeryError
-from surgery.training.chat import ChatEncoder, holds_conversations, read_records
 from surgery.training.data import IGNORED
+from surgery.training.sources import ChatEncoder, holds_conversations, read_records
 
 PLAIN = """{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"""

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from surgery.common.errors import SurgeryError
-from surgery.training.matching import layer_errors, matching_loss, on_teacher_inputs
+from surgery.training.distillation import layer_errors, matching_loss, on_teacher_inputs
 from surgery.training.recording import decoder_of, recorded
 from tests.support.own_models import KINDS, LAYERS, SHAPE, tiny_source, tokens
 

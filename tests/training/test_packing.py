@@ -6,7 +6,7 @@ import torch
 
 from surgery.common.errors import SurgeryError
 from surgery.training.data import IGNORED
-from surgery.training.mixture import MixedSequences
+from surgery.training.open_data import MixedSequences
 from surgery.training.packing import PackedSequences, Recalls, RowShape
 from surgery.training.shuffling import _mixed, interleaving, shuffled
 from surgery.training.token_file import TokenFile

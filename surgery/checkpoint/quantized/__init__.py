@@ -35,8 +35,7 @@ def is_quantized(store: Store) -> bool:
 def quantization_of(config: Mapping[str, Any], store: Store) -> Quantization | None:
     """Return the quantization of a checkpoint's matrices; None for an unquantized or unsupported checkpoint.
 
-    Raises:
-        SurgeryError: the format is supported, but tensors do not match it.
+    Raises SurgeryError: the format is supported, but tensors do not match it.
     """
     config_entry = config.get("quantization_config")
     if not isinstance(config_entry, dict) or (method := config_entry.get("quant_method")) not in tuple(READERS):

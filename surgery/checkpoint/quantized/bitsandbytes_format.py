@@ -32,8 +32,7 @@ MAX_STATE_BYTES = 1 << 16
 def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format in which transformers saves bitsandbytes models.
 
-    Raises:
-        SurgeryError: tensors of a matrix do not match.
+    Raises SurgeryError: tensors of a matrix do not match.
     """
     matrices: dict[str, Matrix] = {}
     for kind in KINDS:
@@ -45,13 +44,7 @@ def bitsandbytes(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Qua
 
 @dataclass(frozen=True)
 class ByTable:
-    """Matrix of 4-bit codes with a lookup table.
-
-    Attributes:
-        block: elements that share a scale.
-        nested_block: scales that share a nested scale; None without double quantization.
-        offset: offset of double-quantized scales.
-    """
+    """Matrix of 4-bit codes with a lookup table; ``block`` elements share a scale, ``nested_block`` scales another."""
 
     module: str
     shape: tuple[int, int]

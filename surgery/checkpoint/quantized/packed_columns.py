@@ -35,8 +35,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format of AutoGPTQ and GPTQModel.
 
-    Raises:
-        SurgeryError: a variant of the format is not supported, or tensors of a matrix do not match.
+    Raises SurgeryError: a variant of the format is not supported, or tensors of a matrix do not match.
     """
     form = str(entry.get("checkpoint_format") or entry.get("format") or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
@@ -54,8 +53,7 @@ def gptq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantizatio
 def awq(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format of AutoAWQ for its "gemm" kernels.
 
-    Raises:
-        SurgeryError: the packing is for other kernels, or tensors of a matrix do not match.
+    Raises SurgeryError: the packing is for other kernels, or tensors of a matrix do not match.
     """
     form = str(entry.get("version") or entry.get("format") or "gemm").lower()
     if form != "gemm":

@@ -14,12 +14,7 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization of a checkpoint.
-
-    Attributes:
-        name: display name of the format.
-        matrices: quantized matrices by their names in an unquantized checkpoint.
-    """
+    """Quantization of a checkpoint: display name, and matrices by their names in an unquantized one."""
 
     name: str
     matrices: dict[str, Matrix]
@@ -31,11 +26,7 @@ def modules(store: Store, part: str) -> list[str]:
 
 
 def required_info(module: str, part: str, store: Store) -> TensorInfo:
-    """Return the info of a required tensor of a module.
-
-    Raises:
-        SurgeryError: the tensor is missing.
-    """
+    """Return the info of a required tensor of a module. Raises SurgeryError: the tensor is missing."""
     if module + part not in store.infos:
         raise SurgeryError(f"{module}{part}: missing, but required by quantization_config; download it again")
     return store.infos[module + part]

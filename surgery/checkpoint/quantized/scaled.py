@@ -40,8 +40,7 @@ def fp8(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization
 def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) -> Quantization:
     """Read the format of the compressed-tensors package.
 
-    Raises:
-        SurgeryError: the variant of the format is not supported.
+    Raises SurgeryError: the variant of the format is not supported.
     """
     _check_compressed(entry)
     packed = modules(store, PACKED)
@@ -54,13 +53,9 @@ def compressed_tensors(entry: dict[str, Any], store: Store, dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Matrix of codes with a scale per block of rows and columns.
+    """Matrix of codes with a scale per block of rows and columns, as stored tensors; ``others`` are redundant.
 
-    Attributes:
-        codes, scale: names of the stored tensors; ``others`` are redundant tensors.
-        block: rows and columns that share a scale.
-        scales: shape of the stored scales, [rows, columns].
-        bits: bit width of codes packed in int32; None for unpacked codes.
+    ``scales`` is their shape, [rows, columns]; ``bits`` the width of codes packed in int32, None for unpacked codes.
     """
 
     codes: str
@@ -157,8 +152,7 @@ def _block(entry: dict[str, Any]) -> tuple[int, int] | None:
 def _check_compressed(entry: dict[str, Any]) -> None:
     """Refuse compressed-tensors configs with unsupported formats, sparsity or weight transforms.
 
-    Raises:
-        SurgeryError: names the unsupported feature.
+    Raises SurgeryError: names the unsupported feature.
     """
     groups = entry.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else []
@@ -175,8 +169,7 @@ def _check_compressed(entry: dict[str, Any]) -> None:
 def _bits(entry: dict[str, Any]) -> int:
     """Return the bit width of packed weights, which must be equal in all config groups.
 
-    Raises:
-        SurgeryError: the bit widths differ or are not supported.
+    Raises SurgeryError: the bit widths differ or are not supported.
     """
     groups = entry.get("config_groups")
     groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []

@@ -15,9 +15,7 @@ def write(table: Table, path: Path) -> None:
     """Write a table as UTF-8 CSV with a header row of column keys; missing values are empty.
 
     Numbers round-trip bit for bit. Text that spreadsheets would evaluate as a formula is prefixed with an apostrophe.
-
-    Raises:
-        SurgeryError: the file cannot be written.
+    Raises SurgeryError: the file cannot be written.
     """
     try:
         with open(path, "w", newline="", encoding="utf-8", errors="replace") as file:

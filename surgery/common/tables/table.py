@@ -15,9 +15,7 @@ class Column:
     """Title, format and alignment of a table column.
 
     Attributes:
-        title: short display title.
         about: explanation of the title, with the unit; empty if the title is clear.
-        form: function that formats a value other than None.
         better: whether low or high values are better; None if neither.
         align: alignment; None: right if all values are numbers.
         key: stable machine-readable name; the title if empty.
@@ -33,13 +31,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with small print and style.
+    """An exact value with lines of small print, the color of the row in plots, and a tone.
 
-    Attributes:
-        value: exact value, used in files and for sorting.
-        below: lines of small print.
-        tone: "better", "worse" or "code"; in the first cell of a row, the kind of row.
-        mark: color of the row in plots.
+    The tone is "better", "worse" or "code"; in the first cell of a row, the kind of row.
     """
 
     value: Any

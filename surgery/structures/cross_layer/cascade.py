@@ -29,7 +29,6 @@ class Cascade(LowRank):
         self.earlier = _earlier_layers(opened, settings, self.kept)
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather moments of text and of the loss gradients."""
         if work.texts.calibration is None:
             raise SurgeryError("--to crosslayer requires calibration text: drop --calibration none")
         super().gather(work)
@@ -56,8 +55,7 @@ def _layer_settings(settings: CrossLayerSettings) -> LowRankSettings:
 def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept_layers: frozenset[int]) -> tuple[int, ...]:
     """Count, for each layer, the earlier layers of its group. A group has no unchanged layers and a single window.
 
-    Raises:
-        SurgeryError: no layers with a KV cache are adjacent, because of layers with a recurrent state between them.
+    Raises SurgeryError: no layers with a KV cache are adjacent, because of layers with a recurrent state between them.
     """
     earlier, windows = [], opened.windows
     for layer, window in enumerate(windows):

@@ -7,6 +7,7 @@ read as in the source.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.calibration.cross_layer_statistics import joint_moment
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
+from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.families import LATENT_FAMILIES, any_family_of
 from surgery.families.base import ATTENTION_PREFIX
@@ -27,20 +29,11 @@ from surgery.running.layer_stream import LayerStream, StreamedBlock
 from surgery.running.source import Source
 from surgery.structures.base import LONG, Candidate, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.context import ConversionContext
-from surgery.structures.cross_layer.budget import shared_rank
 from surgery.structures.cross_layer.cascade import Cascade, QuantizedCascade
-from surgery.structures.cross_layer.report import SHARED, GroupReport, cross_layer_target
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.estimates import Demand
 from surgery.structures.stages import StageTracker
-from surgery.transforms.cross_layer import (
-    Rebuild,
-    SharedBasis,
-    SimulatedGroup,
-    loss_metric,
-    merged_pair,
-    shared_basis,
-)
+from surgery.transforms.cross_layer import Rebuild, SharedBasis, SimulatedGroup, loss_metric, merged_pair, shared_basis
 
 # MiniCache's interpolation t and share of unmerged tokens: arXiv:2405.14366, section 5.
 INTERPOLATION, RETENTION = 0.6, 0.05
@@ -82,7 +75,6 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         return [Candidate({}), *cascade]
 
     def group(self, layer: int) -> range:
-        """Return the layers that share a basis."""
         return next((range(*span) for span in self._groups if layer in range(*span)), range(layer, layer + 1))
 
     def pass_group(self, work: ConversionContext, group: range, hidden: torch.Tensor) -> torch.Tensor:
@@ -111,7 +103,6 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather what the static basis of xkv needs."""
         if self.settings.method != "xkv":
             return
         if work.texts.calibration is None:
@@ -138,7 +129,17 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
                 advance(stop - start)
         return Outcome(
             config=config,
-            target=cross_layer_target(settings, self._groups, [report.ranks[0] for report in reports]),
+            target={
+                "to": "crosslayer",
+                "method": settings.method,
+                "model_type": MODEL_TYPE,
+                "reasons": [REASON],
+                "groups": [list(span) for span in self._groups],
+                "ranks": [report.ranks[0] for report in reports],
+                "sinks": settings.sinks,
+                "window": settings.window,
+                "block": settings.block,
+            },
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[SHARED],
@@ -220,11 +221,8 @@ def plan_groups(
     """Return the groups of a conversion, and the config entries of their first layers.
 
     The last group is smaller if ``group_size`` does not divide the layers. MiniCache merges pairs of layers in the
-    deeper half of the model.
-
-    Raises:
-        SurgeryError: the family or a layer does not support a shared cache, the budget is impossible, or the method
-            does not have a setting.
+    deeper half of the model. Raises SurgeryError: the family or a layer does not support a shared cache, the budget is
+    impossible, or the method does not have a setting.
     """
     if not opened.family.forwards_kwargs:
         raise SurgeryError(
@@ -282,3 +280,53 @@ def _run(
     """Apply a simulated group to hidden states [N, T, D], in place."""
     for rows in hidden.split(batch_size):
         rows.copy_(group.run(layers, rows.to(stream.device, stream.dtype)))
+
+
+def shared_rank(full: int, layers: int, settings: CrossLayerSettings, rotary_elements: int = 0) -> int:
+    """Compute the elements per token that a group of ``layers`` shares, in place of the ``full`` that they cache.
+
+    The ratio (default 0.5 for MLA, else 0.25) includes the ``rotary_elements`` of MLA's keys, which stay unchanged.
+    Raises SurgeryError: the rank is less than 1 or not less than ``full``.
+    """
+    ratio = (0.5 if rotary_elements else 0.25) if settings.kv_ratio is None else settings.kv_ratio
+    rank = settings.rank * layers if settings.rank else int(ratio * (full + rotary_elements) + 1e-9) - rotary_elements
+    rank -= rank % settings.rank_multiple
+    if not 1 <= rank < full:
+        stays = f" next to {rotary_elements} of rotary keys, which stay" if rotary_elements else ""
+        raise SurgeryError(
+            f"{rank} elements per token for {layers} layers (in multiples of {settings.rank_multiple}): must be fewer "
+            f"than the source's {full}{stays}, and at least one multiple"
+        )
+    return rank
+
+
+SHARED = "shared"
+"""Name of the stage after the source in the report."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """Report of one group of layers, "first-last".
+
+    Attributes:
+        ranks: elements per token that the group caches for tokens outside the full-precision ones.
+        shared_rank: elements that other groups read; 0.
+        key_error, value_error: relative squared error of rebuilt keys and values on held-out text.
+        error: predicted relative error in the metric of the loss; None if there is no prediction.
+        measured: relative error of the group's contribution to the hidden states, on the source's inputs, by stage.
+    """
+
+    layer: str
+    ranks: tuple[int, ...]
+    shared_rank: int
+    key_error: float
+    value_error: float
+    error: float | None
+    measured: dict[str, float]
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        return "latents", "read too", "keys, not rebuilt", "values, not rebuilt"
+
+    def cells(self) -> tuple:
+        return " + ".join(map(str, self.ranks)), self.shared_rank, short(self.key_error), short(self.value_error)

@@ -25,10 +25,7 @@ class HybridSettings(StructureSettings):
         None, "Context length at which the ratio is computed.", least=1, unset="the model's limit", section="Heads"
     )
     streaming: float | None = setting(
-        None,
-        "Share of heads that stream, instead of a ratio; 1 is StreamingLLM and needs no pattern.",
-        least=0,
-        most=1,
+        None, "Share of heads that stream, instead of a ratio; 1 is StreamingLLM and needs no pattern.", least=0, most=1
     )
     sinks: int | None = setting(
         None, "First tokens that streaming heads keep.", least=0, unset="the pattern's, or 64", section="Budget"

@@ -47,9 +47,7 @@ class KVHeadsSettings(StructureSettings):
         section="Output",
     )
     engine: Engine | None = setting(
-        None,
-        "Engine that must load the result, or all; if layers differ, decilm is used.",
-        section="Output",
+        None, "Engine that must load the result, or all; if layers differ, decilm is used.", section="Output"
     )
 
     def __post_init__(self) -> None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 
 from surgery.architectures import decilm
 from surgery.architectures.own_family import (
@@ -29,6 +31,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
 from surgery.engines.table import refuse_unless_loadable
+from surgery.families import head_shape
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
 from surgery.running.kv_bytes import kv_bytes_of
@@ -36,7 +39,6 @@ from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
-from surgery.structures.kv_heads.bench import half_the_heads
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.stages import StageTracker
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
@@ -55,8 +57,7 @@ class HeadsLayerReport:
 
     Attributes:
         groups: the source's KV heads that each KV head replaces.
-        key_error, value_error: predicted errors, see :class:`surgery.transforms.kv_heads.MergedLayer`; None for method
-            key-norm, which reassigns query heads.
+        key_error, value_error: predicted errors; None for method key-norm, which reassigns query heads.
         measured: relative output error of the layer's attention on the source's inputs, at the merged stage.
         queries: number of query heads of each KV head, for method key-norm.
     """
@@ -70,24 +71,16 @@ class HeadsLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "merged KV heads", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         groups = "  ".join("+".join(map(str, group)) for group in self.groups)
         return groups, short(self.key_error), short(self.value_error)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Heads of the result.
-
-    Attributes:
-        kv_heads: number of KV heads, by layer.
-        heads: number of query heads, equal in all layers.
-        queries: number of query heads of each KV head, by layer; None if all have equally many.
-    """
+    """Heads of the result: KV heads by layer, query heads, and query heads of each KV head by layer if these differ."""
 
     kv_heads: list[int]
     heads: int
@@ -131,7 +124,6 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
-        """Return the config with half of the KV heads."""
         return {"": half_the_heads}
 
     def forecast(self) -> Forecast:
@@ -149,11 +141,7 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             kv_bytes_per_token=source // (opened.layers * first.kv_heads) * self._budget,
             model_type=carrier.model_type,
             reasons=[carrier.reason],
-            demand=Demand(
-                cached=-(-self._budget * width // opened.layers),
-                statistics=True,
-                gradients=True,
-            ),
+            demand=Demand(cached=-(-self._budget * width // opened.layers), statistics=True, gradients=True),
         )
 
     def gather(self, work: ConversionContext) -> None:
@@ -174,13 +162,11 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return _planned_tensors(opened, self._plan, first.head_dim)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module with the layer's merged heads."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
         return CapturedAttention(merged.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Merge the heads of every layer and write their tensors."""
         carrier, kv_heads = self._carrier, self._plan.kv_heads
         runs = work.stage_runs((MERGED,), steps=(MERGED,))
         reports = work.pass_layers(lambda index: self._merge(index, work, runs), runs, HeadsLayerReport)
@@ -244,8 +230,7 @@ def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
 def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
     """Compute the number of KV heads of all layers together, from ``kv_heads`` or the ratio; by default at most half.
 
-    Raises:
-        SurgeryError: the source has one KV head, or cannot be merged to this number.
+    Raises SurgeryError: the source has one KV head, or cannot be merged to this number.
     """
     heads = anatomy.kv_heads
     if heads == 1:
@@ -334,3 +319,9 @@ def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, Te
         attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads[layer], head_dim)
     tensors = unchanged_tensors(reader, opened.config)
     return {name: attention.get(name, spec) for name, spec in tensors.items()}
+
+
+def half_the_heads(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """Half of the KV heads."""
+    plain = {**config.to_dict(), "num_key_value_heads": max(1, head_shape(config)[1] // 2)}
+    return transformers.CONFIG_MAPPING[plain.pop("model_type")](**plain)

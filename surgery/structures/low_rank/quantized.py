@@ -32,23 +32,14 @@ from surgery.transforms.row_quantizer import reader
 
 @dataclass
 class _Group:
-    """State of the earlier layers of a group, during one pass over the layers.
-
-    Attributes:
-        latents: decoded latents of the calibration text, [N, T, r] per layer.
-        attentions: surrogate attention modules.
-    """
+    """State of the earlier layers of a group: decoded latents [N, T, r] of the calibration text, and surrogates."""
 
     latents: list[Tensor] = field(default_factory=list)
     attentions: list[SimulatedLowRank] = field(default_factory=list)
 
 
 class QuantizedRows(PackedRows[LowRankSettings]):
-    """Conversion to keys and values that are rebuilt from one packed row per token and layer.
-
-    Attributes:
-        name: name of the target in the report.
-    """
+    """Conversion to keys and values that are rebuilt from one packed row per token and layer."""
 
     name = "lowrank"
 
@@ -80,7 +71,6 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return tuple((("4+4", size),) for size in sizes)
 
     def writer(self, plans: Plans) -> OwnQuantizedLowRank:
-        """Create the writer of layers with these rows."""
         first, layers = self.opened.first, range(self.opened.layers)
         rows = [plans.get(layer, ()) for layer in layers]
         blocks = tuple(
@@ -125,7 +115,6 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return attentions[-1]
 
     def group(self, layer: int) -> range:
-        """Return the layers that share latents with this layer."""
         return range(*group_of(layer, self.earlier))
 
     def pass_group(self, work: ConversionContext, group: range, hidden: Tensor) -> Tensor:
@@ -138,18 +127,14 @@ class QuantizedRows(PackedRows[LowRankSettings]):
         return hidden
 
     def is_settled(self, layer: int) -> bool:
-        """Return whether no later layer reads this layer's latents."""
         return group_of(layer, self.earlier)[1] == layer + 1
 
     def tensors(self, writer: OwnQuantizedLowRank, index: int, result: QuantizedLowRank) -> dict[str, Tensor]:
-        """Return a converted layer's new tensors."""
         return writer.quantized_tensors(index, result.layer, result.quantizer)
 
     def widths(self, result: QuantizedLowRank) -> dict[str, int]:
-        """Return the ranks for the report of a converted layer."""
         return {"rank": result.layer.rank, "shared_rank": result.layer.shared}
 
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
-        """Return the report's entries of the low-rank target."""
         ranks, shared = [layer.rank for layer in layers], list(self.earlier)
         return {"to": self.name, "method": self.method, "ranks": ranks, "shared_layers": shared}

@@ -25,8 +25,7 @@ Blocks = tuple[Block, ...]
 def requested_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
     """Compute the average number of latents per token and layer, from ``rank`` or the ratio.
 
-    Raises:
-        SurgeryError: the number is out of range.
+    Raises SurgeryError: the number is out of range.
     """
     full, ratio = anatomy.kv_width, 0.25 if settings.kv_ratio is None else settings.kv_ratio
     rank = settings.rank or int(ratio * full + 1e-9)
@@ -41,15 +40,11 @@ def requested_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
 
 
 def plan_ranks(
-    opened: Source,
-    library: StatisticsLibrary,
-    settings: LowRankSettings,
-    kept_layers: frozenset[int],
+    opened: Source, library: StatisticsLibrary, settings: LowRankSettings, kept_layers: frozenset[int]
 ) -> tuple[Blocks, ...]:
     """Plan the blocks of every layer of a conversion to low rank; empty for unchanged layers.
 
-    Raises:
-        SurgeryError: the budget is impossible, or the method does not support the allocation.
+    Raises SurgeryError: the budget is impossible, or the method does not support the allocation.
     """
     first = opened.first
     rank, method = requested_rank(settings, first), settings.method

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from surgery.architectures.custom_class import MODEL_TYPE
 from surgery.architectures.low_rank import REASON, OwnLowRank
@@ -22,23 +23,17 @@ from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
 from surgery.common.progress import Progress
+from surgery.families import head_shape
 from surgery.families.anatomy import AttentionAnatomy
+from surgery.model.configuration_surgery import SurgeryConfig
+from surgery.model.low_rank_entry import Block, LowRankEntry
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
-from surgery.structures.base import (
-    Candidate,
-    ConfigOf,
-    Forecast,
-    Outcome,
-    Structure,
-    TargetOption,
-    replanned_tensors,
-)
+from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, TargetOption, replanned_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
-from surgery.structures.low_rank.bench import one_latent
 from surgery.structures.low_rank.groups import group_of
 from surgery.structures.low_rank.quantized import QuantizedRows
 from surgery.structures.low_rank.rank_plan import Blocks, plan_ranks, requested_rank
@@ -77,11 +72,9 @@ class LowRankLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "latents", "read too", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         return (
             " + ".join(map(str, self.ranks)) or "kept",
             self.shared_rank,
@@ -99,11 +92,7 @@ class _Group:
 
 
 class LowRank(Structure[Source, LowRankSettings]):
-    """Conversion to low-rank latents, from which keys and values are rebuilt.
-
-    Attributes:
-        name: name of the target in the report.
-    """
+    """Conversion to low-rank latents, from which keys and values are rebuilt."""
 
     name = "lowrank"
     supports_multimodal = True
@@ -159,20 +148,13 @@ class LowRank(Structure[Source, LowRankSettings]):
             kv_bytes_per_token=bytes_at(exact + 1) - bytes_at(exact),
             model_type=MODEL_TYPE,
             reasons=[REASON],
-            demand=Demand(
-                cached=rank,
-                statistics=True,
-                gradients=True,
-                steps=int(bool(settings.window)),
-            ),
+            demand=Demand(cached=rank, statistics=True, gradients=True, steps=int(bool(settings.window))),
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather moments and moments of the loss gradients."""
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Choose the ranks of every layer."""
         opened = self.opened
         self._blocks = plan_ranks(opened, work.library, self.asked, self.kept)
         self._writes = self._writer(self._blocks)
@@ -272,3 +254,10 @@ class LowRank(Structure[Source, LowRankSettings]):
             earlier.append(module)
             makers[name] = lambda module=module: module
         return runs.advance(layer, anatomy, makers, makers)
+
+
+def one_latent(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """Return a config with one latent of ``rank + rope_dim`` elements for keys and values of all KV heads."""
+    heads = tuple(range(head_shape(config)[1]))
+    entry = LowRankEntry(blocks=(Block(rank + rope_dim, heads, heads),))
+    return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])

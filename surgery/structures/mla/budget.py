@@ -17,12 +17,8 @@ ROPE_SHARES = (0.125, 0.2, 0.3, 0.375, 0.45)
 def candidate_splits(settings: ConvertSettings, anatomy: AttentionAnatomy, reserved: int) -> list[Split]:
     """List the splits that the settings allow; a single one if they leave no choice.
 
-    Args:
-        anatomy: any layer of the model; all have the same shape.
-        reserved: elements per token that the target class caches next to the latent and rotated keys.
-
-    Raises:
-        SurgeryError: the budget is impossible.
+    ``anatomy`` is any layer's; ``reserved`` are elements per token that are cached next to latent and rotated keys.
+    Raises SurgeryError: the budget is impossible.
     """
     full = anatomy.kv_width
     pairs, max_rope = anatomy.head_dim // 2, anatomy.kv_heads * anatomy.head_dim
@@ -112,10 +108,7 @@ def _folded_size(budget: int, pairs: int) -> tuple[int, int]:
 def _folds(settings: ConvertSettings, rope: int, pairs: int) -> list[int]:
     """List the folds that divide the frequencies, from the smallest possible to eight times it."""
     if rope == 0 or pairs % (rope // 2):
-        raise SurgeryError(
-            f"method transmla: rope_dim must divide {2 * pairs}, unlike {rope}",
-            setting="method",
-        )
+        raise SurgeryError(f"method transmla: rope_dim must divide {2 * pairs}, unlike {rope}", setting="method")
     smallest = pairs // (rope // 2)
     if settings.freqfold is None:
         return [smallest * 2**i for i in range(4) if pairs % (smallest * 2**i) == 0]

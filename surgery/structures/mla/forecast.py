@@ -1,8 +1,7 @@
 """Forecast of an MLA conversion: its target class, KV bytes and engines.
 
-The frequencies that keep RoPE are unknown before calibration if they may be chosen freely. Many engines load the grid
-of default RoPE only. Small budgets often choose this grid (the highest frequencies, once each), larger ones do not.
-Both outcomes are therefore forecast, and an engine's verdict depends on the list of frequencies.
+The frequencies that keep RoPE may be unknown before calibration. Many engines load the grid of default RoPE only, which
+small budgets often choose. Both outcomes are forecast, and an engine's verdict may depend on the frequencies.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from surgery.transforms import mla
 class SplitForecast:
     """Forecast of one split of the budget.
 
-    Attributes:
-        kv_bytes_per_token: KV bytes per token of all layers without sliding windows, an upper bound.
-        frequencies_known: whether the rotary frequencies are known already.
-        engines: verdict of each engine; OPEN if it depends on frequencies that are not chosen yet.
+    ``kv_bytes_per_token``, of all layers without sliding windows, is an upper bound. The verdict of an engine is OPEN
+    if it depends on frequencies that are not chosen yet.
     """
 
     split: mla.Split
@@ -44,8 +41,7 @@ class SplitForecast:
 def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) -> SplitForecast:
     """Forecast the conversion of an opened source with one split.
 
-    Raises:
-        SurgeryError: the target class or the engine of the settings does not support the result.
+    Raises SurgeryError: the target class or the engine of the settings does not support the result.
     """
     config = opened.reader.config
     method, unchanged = mla.METHODS[settings.method], kept_layers(settings.keep_layers, opened.windows, opened.fixed)

@@ -34,7 +34,7 @@ def refuse_longrope(opened: Source) -> None:
 def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: AttentionAnatomy) -> int:
     """Return the cached elements per token next to latent and rotated key: gains of a key norm, or a constant channel.
 
-    The target class is known only after the split is chosen, so this is the most that it may need.
+    The most that may be needed: the target class is known only after the split is chosen.
     """
     if anatomy.k_norm is not None:
         return anatomy.key_gains
@@ -50,8 +50,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
 def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carrier:
     """Choose the target class of a planned conversion.
 
-    Raises:
-        SurgeryError: the class of the settings cannot hold the result.
+    Raises SurgeryError: the class of the settings cannot hold the result.
     """
     anatomy = opened.first
     limits = MLALimits()

@@ -39,10 +39,8 @@ class MLAPlan:
     """Parameters of a conversion that are fixed before layers are converted one by one.
 
     Attributes:
-        split: split of every converted layer, unless ``ranks`` overrides it.
+        split: split of every converted layer, unless ``ranks`` overrides it; layers in ``kept`` stay unchanged.
         counts: per layer [d/2], number of components of each frequency that keep RoPE; None if the method fixes them.
-        ranks: rank of every layer; None: that of the split.
-        kept: layers that stay unchanged.
         weight: the one of ROTATION_WEIGHTS with which the budget was allocated to layers; None for equal layers.
     """
 
@@ -79,12 +77,7 @@ class MLAPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Planner of one conversion.
-
-    Attributes:
-        frequencies: frequencies that keep RoPE: ``free``, chosen by cost, or ``grid``, the highest.
-        kept: layers that stay unchanged and are not in the budget.
-    """
+    """Planner of one conversion. Frequencies that keep RoPE are ``free``, chosen by cost, or ``grid``, the highest."""
 
     method: mla.Method
     opened: Source
@@ -93,11 +86,7 @@ class Planner:
     kept: frozenset[int]
 
     def alike(self, split: mla.Split, *, one_list: bool) -> MLAPlan:
-        """Plan the same split for all layers.
-
-        Args:
-            one_list: whether all layers share one list of frequencies, as in a stock config.
-        """
+        """Plan the same split for all layers; ``one_list``: they share a list of frequencies, as in a stock config."""
         if self.method.folds:
             return MLAPlan(self.method, split, None, kept=self.kept)
         layers, first = self.opened.layers, self.opened.anatomy(self._converted[0])
@@ -118,11 +107,9 @@ class Planner:
     def spread(self, splits: list[mla.Split], progress: Progress) -> list[MLAPlan]:
         """Plan frequencies and a rank for each layer by their predicted loss, within one budget for all layers.
 
-        The method must have lags and gradients. Returns one plan per weight of ROTATION_WEIGHTS.
-
-        Args:
-            splits: candidate splits of a layer's mean budget. A single one fixes the rotary dimensions of all layers,
-                gives a single plan, and lets only ranks differ.
+        The method must have lags and gradients. Returns one plan per weight of ROTATION_WEIGHTS, of candidate splits of
+        a layer's mean budget. A single split fixes the rotary dimensions, gives a single plan, and lets only ranks
+        differ.
         """
         width = splits[0].rope_dim + splits[0].rank
         options: dict[int, list[tuple[Tensor, Choice]]] = {}
@@ -182,9 +169,8 @@ def _highest(pairs: int, count: int) -> Tensor:
 def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list[float]]) -> dict[int, float]:
     """Search for the plan of least held-out loss; return the losses of the tried plans by index.
 
-    The loss is assumed to fall and then rise along the list of plans. The search starts with two plans in the middle
-    and continues outwards as long as the outermost plan is the best. For methods that fold frequencies, for which this
-    is not known, all plans are tried.
+    The loss is assumed to fall and then rise along the list. The search starts with two plans in the middle and
+    continues outwards while the outermost plan is the best. For methods that fold frequencies all plans are tried.
     """
     count = len(plans)
     due = list(range(count)) if plans[0].method.folds else list(range(count))[(count - 1) // 2 :][:2]

@@ -1,7 +1,6 @@
 """``surgery convert --to mla --bits auto``: nearly all components are kept, and bits are allocated to each.
 
-One byte budget is allocated over the rotated keys and latents of all layers; see
-:mod:`surgery.transforms.quantized_mla`.
+One byte budget is allocated over all layers; see :mod:`surgery.transforms.quantized_mla`.
 """
 
 from __future__ import annotations
@@ -80,32 +79,26 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         return spectra
 
     def converted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> QuantizedLatents:
-        """Convert a layer."""
         inputs, first = work.attention_inputs(index, layer), self.first_tokens
         return quantized_mla.convert_layer(*self._calibrated(work, index), self._orders[index], rows, inputs, first)
 
     def simulated(self, result: QuantizedLatents) -> SimulatedAttention:
-        """Return a surrogate module of a converted layer."""
         stream = self.opened.stream
         read = reader(result.quantizer, self.first_tokens, result.layer.neighboring())
         return SimulatedAttention(result.layer.to(stream.device, stream.dtype), read=read)
 
     def exact_forms(self, work: ConversionContext, index: int) -> dict[str, Form]:
-        """Return a layer's attention for every exact stage."""
         anatomy, _, basis = self._calibrated(work, index)
         return exact_forms(anatomy, basis, self.opened.stream)
 
     def tensors(self, writer: OwnQuantizedMLA, index: int, result: QuantizedLatents) -> dict[str, Tensor]:
-        """Return a converted layer's new tensors."""
         tensors = writer.tensors(index, result.layer.to("cpu", torch.float64))
         return tensors | quantizer_tensors(index, result.quantizer)
 
     def widths(self, result: QuantizedLatents) -> dict[str, int]:
-        """Return rank and rotary dimensions for the report of a converted layer."""
         return {"rank": result.layer.rank, "rope_dim": result.layer.rope_dim}
 
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
-        """Return the report's entries of the MLA target."""
         return {
             "to": "mla",
             "method": quantized_mla.METHOD.name,

@@ -20,10 +20,8 @@ class LayerReport:
 
     Attributes:
         rank: rank of the latent; 0 for an unchanged layer.
-        rope_dim: rotary dimensions of the layer.
         rope_error: predicted error of the dropped rotations, relative to the squared scores.
-        latent_error: predicted squared error of the truncated latent in the method's metric.
-        latent_error_share: ``latent_error`` relative to the energy of the whole latent.
+        latent_error: predicted squared error of the truncated latent in the method's metric; its share of the energy.
         energies: energies of the kept latent dimensions in the method's metric, descending; used by slicing.
         measured: relative output error of the layer's attention on the source's inputs, by lossy stage.
     """
@@ -39,11 +37,9 @@ class LayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         return self.rank or "kept", self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
     @classmethod

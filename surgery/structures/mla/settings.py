@@ -10,11 +10,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
 from surgery.structures.kept_layers import keep_layers
-from surgery.structures.settings import (
-    RowSettings,
-    check_spectrum,
-    refuse_changed,
-)
+from surgery.structures.settings import RowSettings, check_spectrum, refuse_changed
 
 Method = Literal["fisher", "transmla", "mha2mla"]
 
@@ -54,11 +50,7 @@ class ConvertSettings(RowSettings):
         advanced=True,
     )
     freqfold: int | None = setting(
-        None,
-        "Neighboring frequencies that method transmla merges.",
-        least=1,
-        unset="several are tried",
-        advanced=True,
+        None, "Neighboring frequencies that method transmla merges.", least=1, unset="several are tried", advanced=True
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",
@@ -94,8 +86,7 @@ class ConvertSettings(RowSettings):
         super().__post_init__()
         if self.bits is not None:
             refuse_changed(
-                self._decided_by_bits(),
-                "bits auto requires method fisher, calibration text and its own allocation",
+                self._decided_by_bits(), "bits auto requires method fisher, calibration text and its own allocation"
             )
             if self.engine is not None:
                 raise SurgeryError(
@@ -146,10 +137,7 @@ class ConvertSettings(RowSettings):
         defaults = {field.name: field.default for field in fields(self)}
         names = "method", "kv_lora_rank", "rope_dim", "rope_frequencies", "freqfold"
         changed = {name: getattr(self, name) != defaults[name] for name in names}
-        return changed | {
-            "allocate": self.allocate == "uniform",
-            "calibration": self.calibration == NO_CALIBRATION,
-        }
+        return changed | {"allocate": self.allocate == "uniform", "calibration": self.calibration == NO_CALIBRATION}
 
     def _check_engine(self) -> None:
         for name, allowed in (

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from surgery.architectures.multimodal import whole_config
-from surgery.architectures.smaller_latents import SmallerLatents
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import share
@@ -23,7 +22,9 @@ from surgery.common.progress import Progress
 from surgery.engines.table import refuse_unless_loadable
 from surgery.families import latent_family_of
 from surgery.families.attention import CapturedAttention
+from surgery.families.base import ATTENTION_PREFIX, MTP_LAYERS, is_mtp_layer
 from surgery.families.latent_anatomy import LatentAnatomy
+from surgery.families.latent_family import DOWN, NORM, UP
 from surgery.running.kv_bytes import kv_bytes_of
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, Forecast, Outcome, Structure, unchanged_tensors
@@ -54,9 +55,7 @@ class SmallerLayerReport:
     """Errors of one layer.
 
     Attributes:
-        rank: rank of the latent.
-        latent_error: predicted squared error of the latent in the metric of the loss, including the error of the norm.
-        latent_error_share: ``latent_error`` relative to the energy of the whole latent.
+        latent_error: predicted squared error of the latent in the metric of the loss, with that of the norm; its share.
         norm_error: measured relative error of the latent norm, root mean square over tokens.
         energies: energies of all latent dimensions of the source, descending, in the metric of ``latent_error``.
         measured: relative output error of the layer's attention on the source's inputs, by stage.
@@ -72,11 +71,9 @@ class SmallerLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "rank", "latent, predicted", "norm off by"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         return self.rank, share(self.latent_error_share), share(self.norm_error)
 
 
@@ -97,8 +94,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
     def open(cls, reader: CheckpointReader, settings: ConvertSettings) -> Source:
         """Open a checkpoint of an MLA family.
 
-        Raises:
-            SurgeryError: a setting does not apply to MLA sources; or as :meth:`Structure.open`.
+        Raises SurgeryError: a setting does not apply to MLA sources; or as :meth:`Structure.open`.
         """
         kind = reader.config["model_type"]
         for name, (allowed, why) in TAKEN.items():
@@ -116,7 +112,6 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
-        """Return the candidate: a smaller rank in the source's class."""
         return [Candidate({})]
 
     def forecast(self) -> Forecast:
@@ -128,16 +123,10 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             kv_bytes_per_token=kv_bytes_of(config, self.opened.weight_dtype)(1),
             model_type=writes.model_type,
             reasons=writes.reasons(),
-            demand=Demand(
-                cached=writes.rank + writes.rope_dim,
-                statistics=True,
-                gradients=True,
-                exact=1,
-            ),
+            demand=Demand(cached=writes.rank + writes.rope_dim, statistics=True, gradients=True, exact=1),
         )
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather moments of the latents and of the loss gradients at them."""
         work.gather(gradients=True)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -145,13 +134,11 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
         return self._tensors()
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module of a layer with the smaller latent."""
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         smaller = smaller_latent(anatomy, work.library.load(layer)[0], self._writes.rank).layer
         return CapturedAttention(smaller.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Reduce the latent of every layer and write its tensors."""
         runs = work.stage_runs((EXACT, SMALLER), exact=(EXACT,))
         layers = work.pass_layers(lambda index: self._convert(index, work, runs), runs, SmallerLayerReport)
         work.converted.write(self.opened.layers, writer)
@@ -202,8 +189,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
 def requested_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
     """Compute the rank of the result, by default half of the source's.
 
-    Raises:
-        SurgeryError: the rank is odd or out of range, or the settings conflict or change the rotary dimensions.
+    Raises SurgeryError: the rank is odd or out of range, or the settings conflict or change the rotary dimensions.
     """
     if settings.rope_dim not in (None, rope_dim):
         raise SurgeryError(
@@ -212,8 +198,7 @@ def requested_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
         )
     if settings.kv_lora_rank is not None and settings.kv_ratio is not None:
         raise SurgeryError(
-            "pass either kv_ratio or kv_lora_rank, as an MLA source keeps its rotary dimensions",
-            setting="kv_lora_rank",
+            "pass either kv_ratio or kv_lora_rank, as an MLA source keeps its rotary dimensions", setting="kv_lora_rank"
         )
     result = settings.kv_lora_rank
     if result is None:
@@ -225,3 +210,72 @@ def requested_rank(settings: ConvertSettings, rank: int, rope_dim: int) -> int:
             f"an even kv_lora_rank from 2 to {rank - 1} (deepseek_v2 of transformers reads pairs), or another kv_ratio"
         )
     return result
+
+
+@dataclass(frozen=True)
+class SmallerLatents:
+    """Writer of MLA with a smaller rank, in the source's class; ``layers`` are those without MTP layers."""
+
+    reader: CheckpointReader
+    layers: int
+    rank: int
+    rope_dim: int
+
+    @property
+    def model_type(self) -> str:
+        return self.reader.config["model_type"]
+
+    def config(self) -> dict[str, Any]:
+        """Return the source's config.json with the new rank."""
+        config = {**self.reader.config, "kv_lora_rank": self.rank}
+        return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
+
+    def plan(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Return the dtypes and shapes of the output checkpoint's tensors, from those of the source."""
+        changed = {
+            f"{ATTENTION_PREFIX.format(layer=layer)}{module}.{kind}": shape
+            for layer in range(self.layers)
+            for (module, kind), shape in self._shapes(tensors, layer).items()
+        }
+        return {name: TensorSpec(spec.dtype, changed.get(name, spec.shape)) for name, spec in tensors.items()}
+
+    def reasons(self) -> list[str]:
+        """Return the reason for the class, and a note on MTP layers that are left out."""
+        messages = ["the source's own class holds the new rank"]
+        if further := {name.split(".")[2] for name in self.reader.names() if is_mtp_layer(name, self.layers)}:
+            messages.append(f"MTP layers are left out ({len(further)})")
+        return messages
+
+    def tensors(self, layer: int, smaller: LatentAnatomy) -> dict[str, Tensor]:
+        """Return a layer's new tensors by their full names, in the source's dtypes.
+
+        The norm's weight is a power of two, which no dtype rounds, near the source's.
+        """
+        rank, prefix = smaller.rank, ATTENTION_PREFIX.format(layer=layer)
+        typical = float(self.reader.tensor(f"{prefix}{NORM}.weight").double().abs().mean())
+        weight = 2.0 ** round(math.log2(typical)) if typical else 1.0
+
+        def stored(rows: Tensor) -> Tensor:
+            rotated = rows[rank:] if smaller.order is None else rows[rank:][smaller.order.argsort()]
+            return torch.cat([rows[:rank], rotated])
+
+        result = {
+            f"{DOWN}.weight": stored(smaller.down),
+            f"{NORM}.weight": torch.full((rank,), weight),
+            f"{UP}.weight": smaller.up.flatten(0, 1) / weight,
+        }
+        if smaller.down_bias is not None:
+            result[f"{DOWN}.bias"] = stored(smaller.down_bias)
+        return {
+            prefix + name: tensor.to(self.reader.info(prefix + name).dtype).contiguous()
+            for name, tensor in result.items()
+        }
+
+    def _shapes(self, tensors: Mapping[str, TensorSpec], layer: int) -> dict[tuple[str, str], tuple[int, ...]]:
+        prefix, width = ATTENTION_PREFIX.format(layer=layer), self.rank + self.rope_dim
+        return {
+            (DOWN, "weight"): (width, *tensors[f"{prefix}{DOWN}.weight"].shape[1:]),
+            (DOWN, "bias"): (width,),
+            (NORM, "weight"): (self.rank,),
+            (UP, "weight"): (tensors[f"{prefix}{UP}.weight"].shape[0], self.rank),
+        }

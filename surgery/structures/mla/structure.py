@@ -11,21 +11,28 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from surgery.architectures.choose import Carrier
+from surgery.architectures.deepseek_v3 import StockMLA
+from surgery.architectures.neutral_norm import neutral_norm
+from surgery.architectures.spec import MLASpec
 from surgery.calibration.layer_statistics import BasisOf
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.engines.limits import FAST_ROPE, FAST_WIDTH
-from surgery.families import LATENT_FAMILIES
+from surgery.families import LATENT_FAMILIES, head_shape
+from surgery.model.configuration_surgery import SurgeryConfig
+from surgery.model.latent_entry import LatentEntry
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, TargetOption
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
-from surgery.structures.mla import bench
 from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import SplitForecast, forecast_split
 from surgery.structures.mla.output import all_tensors, carrier_of, refuse_longrope, reserved_numbers
@@ -108,7 +115,7 @@ class MLA(Structure[Source, ConvertSettings]):
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
         """Return the configs of the stock class, of the custom model class, and of packed rows."""
-        return {"": bench.stock_mla, "-own": bench.own_mla, "-bits": bench.mla_in_bits}
+        return {"": stock_mla, "-own": own_mla, "-bits": mla_in_bits}
 
     def forecast(self) -> Forecast:
         """Forecast the split with the largest cache; before :meth:`plan` the rotary frequencies may be unknown."""
@@ -142,11 +149,9 @@ class MLA(Structure[Source, ConvertSettings]):
 
     @property
     def lag_basis(self) -> BasisOf | None:
-        """Key basis of methods that choose frequencies by attention over lags; None for other methods."""
         return mla.lag_basis(mla.METHODS[self.settings.method])
 
     def gather(self, work: ConversionContext) -> None:
-        """Gather moments, and lag statistics if the method needs them."""
         work.gather(gradients=mla.METHODS[self.settings.method].gradients, basis_of=self.lag_basis)
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -157,7 +162,6 @@ class MLA(Structure[Source, ConvertSettings]):
         return all_tensors(opened, self._carrier.writer, self.kept)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module of a layer with the truncated latent."""
         if layer in self.kept:
             return source_attention(self.opened, layer)
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
@@ -165,7 +169,6 @@ class MLA(Structure[Source, ConvertSettings]):
         return SimulatedAttention(converted.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Convert all layers and write their tensors."""
         opened, carrier = self.opened, self._carrier
         runs = work.stage_runs((*EXACT_STAGES, *LOSSY_STAGES), exact=EXACT_STAGES, steps=LOSSY_STAGES)
         layers = work.pass_layers(lambda index: self._convert(index, work, runs), runs, LayerReport)
@@ -258,3 +261,49 @@ def _split_facts(forecast: SplitForecast) -> dict:
     split = forecast.split
     facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": forecast.kv_bytes_per_token}
     return {**facts, "fold": split.fold} if split.fold > 1 else facts
+
+
+def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """Return the dense `deepseek_v3` config that `surgery convert --to mla` writes."""
+    heads, _, head_dim = head_shape(config)
+    layers, dtype = config.num_hidden_layers, torch.bfloat16
+    spec = MLASpec(
+        heads=heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        hidden=config.hidden_size,
+        ranks=(rank,) * layers,
+        inv_freq=(_frequencies(rope_dim),) * layers,
+        dtype=dtype,
+        query_bias=False,
+        latent_bias=False,
+        output_bias=False,
+        key_norm_eps=None,
+        windows=(None,) * layers,
+        input_lengths=(config.hidden_size**0.5,) * layers,
+    )
+    plain = StockMLA(spec, neutral_norm("tiny", rank, dtype)).config(config.to_dict())
+    plain.pop("model_type"), plain.pop("architectures")
+    return transformers.CONFIG_MAPPING["deepseek_v3"](**plain)
+
+
+def own_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """Return the same config for the custom model class."""
+    frequencies = tuple(_frequencies(rope_dim).tolist())
+    entry = LatentEntry(kv_lora_rank=rank, rope_inv_freq=frequencies, key_norm_eps=None)
+    return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])
+
+
+def mla_in_bits(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:
+    """Return the config of packed rows: 4 bits per channel, all tokens but the first four."""
+    frequencies = tuple(_frequencies(rope_dim).tolist())
+    runs = {"latent_runs": (("4+4", rank // 2),), "rope_runs": (("4+4", rope_dim // 2),)}
+    entry = QuantizedLatentEntry(
+        kv_lora_rank=rank, rope_inv_freq=frequencies, key_norm_eps=None, first_tokens=4, **runs
+    )
+    return SurgeryConfig.from_base(config, [entry.to_entry() for _ in range(config.num_hidden_layers)])
+
+
+def _frequencies(rope_dim: int) -> torch.Tensor:
+    """Return the frequencies of default RoPE, radians per token [ρ/2]."""
+    return 10_000.0 ** -(torch.arange(0, rope_dim, 2, dtype=torch.float64) / rope_dim)

@@ -1,8 +1,7 @@
 """``surgery convert --to quantized``: quantized keys and values, in one packed row per token.
 
-Every KV head has one basis for its keys before RoPE and one for its values, and bits are allocated to each component.
-Heads share no latents, so decoding a head takes products of its width only. Low rank, which shares latents between
-heads, increases the loss less at the same bytes and takes several times the operations to decode.
+Every KV head has one basis for its keys before RoPE and one for its values. Heads share no latents, so decoding a head
+takes products of its width only; low rank loses less at the same bytes and takes several times the operations.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class Quantized(QuantizedRows):
         return super().plan(work) if self.plans is None else self.planned_tensors(self.plans)
 
     def target(self, layers: list[RowLayerReport]) -> dict[str, Any]:
-        """Return the report's entries of the target, with the bits of the settings."""
         return {**super().target(layers), "bits": self.settings.bits}
 
     def _uniform(self) -> Plans | None:

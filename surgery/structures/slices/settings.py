@@ -16,11 +16,7 @@ class SliceSettings(ConversionSettings):
     """Settings of ``surgery slice``. Text is used to measure the loss only."""
 
     kv_ratio: float | None = setting(
-        None,
-        "Share of the KV bytes of the original source to keep; required.",
-        above=0,
-        below=1,
-        section="Budget",
+        None, "Share of the KV bytes of the original source to keep; required.", above=0, below=1, section="Budget"
     )
     allocate: Literal["auto", "uniform", "spectrum"] = setting(
         "auto",

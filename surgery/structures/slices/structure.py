@@ -1,28 +1,34 @@
 """``surgery slice``: a smaller checkpoint from a converted one, by keeping the first latents of every block.
 
-Needs no calibration: conversions order latents by energy, so that the first ones form a good model. If ranks may differ
-between layers, a few allocations are compared on held-out text. The written slice is verified against the whole
-checkpoint with the dropped latents set to zero before it is moved to its final path.
+Needs no calibration: conversions order latents by energy. If ranks may differ between layers, a few allocations are
+compared on held-out text. The slice is verified against the whole checkpoint with the dropped latents set to zero.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from surgery.architectures.sliced import LatentModel, planned_tensors, sliced_tensors
+import torch
+from torch import Tensor
+
+from surgery.architectures.sliced import LatentModel, Ranks, planned_tensors, sliced_tensors
+from surgery.calibration.held_out import HeldOut, Score
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
 from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.human import share
 from surgery.common.progress import Progress
 from surgery.reporting.report import SourceShape, reading
 from surgery.running.kv_bytes import kv_bytes_of
+from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of
 from surgery.running.source import OwnSource
 from surgery.structures.base import Forecast, Outcome, Structure
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
-from surgery.structures.slices.measure import BEFORE, SLICED, measure_slices
 from surgery.structures.slices.plan import Origin, plan_slice
 from surgery.structures.slices.settings import SliceSettings
+from surgery.structures.stages import ERROR_SEQUENCES
 from surgery.verification.written import measured_tokens
 
 
@@ -31,14 +37,10 @@ class SlicedLayerReport:
     """Report of one layer.
 
     Attributes:
-        rank: number of latents of the slice.
-        ranks: number of latents in each block.
-        rope_dim: rotary dimensions that are cached next to the latents.
+        rank, ranks: number of latents of the slice, and in each block.
         rope_error: None, as no rotary dimension is dropped.
-        latent_error: energy of the dropped latents according to the conversion's report.
-        latent_error_share: ``latent_error`` relative to the energy before slicing.
-        measured: relative error of the attention's output. In a group of layers that read each other's latents, the
-            inputs already contain the errors of earlier layers.
+        latent_error: energy of the dropped latents according to the conversion's report; its share of the energy.
+        measured: relative error of the attention's output, in groups on inputs with the errors of earlier layers.
     """
 
     layer: int
@@ -52,11 +54,9 @@ class SlicedLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        """Return the column heads of :meth:`cells`."""
         return "rank", "rotated", "RoPE, predicted", "latent, predicted"
 
     def cells(self) -> tuple:
-        """Return the values of the layer's row in the printed table."""
         return self.rank, self.rope_dim, share(self.rope_error), share(self.latent_error_share)
 
 
@@ -95,14 +95,12 @@ class Slice(Structure[OwnSource, SliceSettings]):
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Measure the candidate allocations and choose the best."""
         stream, held_out, size = self.opened.stream, work.texts.held_out, self.settings.batch_size
         self._measured = measure_slices(stream, self._whole, self._candidates, held_out, size, work.progress)
         self._ranks = self._candidates[self._measured.best]
         return planned_tensors(self.opened.reader, self._whole, self._ranks)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        """Slice and write the tensors of every layer."""
         opened, whole, measured, origin = self.opened, self._whole, self._measured, self._origin
         for layer in work.layers("slice"):
             for name, tensor in sliced_tensors(opened.reader, whole, layer, self._ranks).items():
@@ -142,3 +140,88 @@ def _layer_report(
     total = sum(float(energy[:old].sum()) for energy, old in zip(energies, before, strict=True))
     share = dropped / max(total, 1e-300)
     return SlicedLayerReport(layer, sum(ranks), ranks, smaller.rope_dim(layer), None, dropped, share, errors)
+
+
+BEFORE, SLICED = "before slicing", "sliced"
+"""Stages in the report of a slice."""
+
+
+@dataclass(frozen=True)
+class MeasuredSlice:
+    """Held-out losses of all candidates, None without text, and the score of the whole checkpoint.
+
+    Of the best candidate: score, final hidden states [N, T, D] and errors by layer.
+    """
+
+    best: str
+    losses: dict[str, float | None]
+    before: Score
+    score: Score
+    hidden: Tensor
+    errors: list[dict[str, float]]
+
+
+def measure_slices(
+    stream: LayerStream,
+    whole: LatentModel,
+    candidates: dict[str, Ranks],
+    held_out: HeldOut,
+    batch_size: int,
+    progress: Progress,
+) -> MeasuredSlice:
+    """Run the whole model, with and without the latents that each candidate drops, over the text.
+
+    The best candidate is that of the least loss, or the last one without text.
+    """
+    embedded = stream.embed(held_out.tokens)
+    hidden = {name: embedded.clone() for name in candidates}
+    errors: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
+    with progress.phase("measure", whole.layers) as advance:
+        for start, stop in blocks_of(stream.config):
+            with stream.block(start, stop) as layer:
+                inputs = embedded[:ERROR_SEQUENCES].clone().to(stream.device, stream.dtype)
+                exact = _attention_outputs(layer, inputs)
+                stream.run_layer(layer, embedded, batch_size)
+                for name, ranks in candidates.items():
+                    rows = [whole.kept_rows(index, ranks) for index in range(start, stop)]
+                    with _zeroed_rows(layer, whole.down_name, rows):
+                        cut = _attention_outputs(layer, inputs)
+                        stream.run_layer(layer, hidden[name], batch_size)
+                    pairs = zip(cut, exact, strict=True)
+                    errors[name] += [{SLICED: float((a - b).norm() / b.norm())} for a, b in pairs]
+            advance(stop - start)
+    scores = {name: held_out.score(stream, states) for name, states in hidden.items()}
+    losses = {name: score.loss for name, score in scores.items()}
+    best = min(losses, key=losses.get) if held_out.texts else list(losses)[-1]
+    return MeasuredSlice(best, losses, held_out.score(stream, embedded), scores[best], hidden[best], errors[best])
+
+
+@torch.no_grad()
+def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
+    """Return the attention outputs of each loaded layer, [B, T, D]."""
+    outputs: list[Tensor] = []
+    hooks = [
+        block.self_attn.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+        for block in layer.model.layers
+    ]
+    layer(inputs)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+@contextlib.contextmanager
+def _zeroed_rows(layer: StreamedLayer, name: str, rows_of: list[tuple[int, ...]]) -> Iterator[None]:
+    """Zero the output rows outside ``rows_of`` of a projection in each loaded layer, for a ``with`` block."""
+    projections = [getattr(block.self_attn, name) for block in layer.model.layers]
+    original = [[parameter.clone() for parameter in down.parameters()] for down in projections]
+    with torch.no_grad():
+        for down, rows in zip(projections, rows_of, strict=True):
+            dropped = torch.ones(down.out_features, dtype=torch.bool, device=down.weight.device)
+            dropped[list(rows)] = False
+            for parameter in down.parameters():
+                parameter[dropped] = 0
+        yield
+        for down, tensors in zip(projections, original, strict=True):
+            for parameter, tensor in zip(down.parameters(), tensors, strict=True):
+                parameter.copy_(tensor)
