@@ -459,12 +459,7 @@ def test_whole_commands_leave_what_is_planted(verb, seed, checkpoints, tmp_path,
     step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
     rows = {"name": "report", "checkpoints": ["half"], "tasks": ["loss"], "windows": 2, "length": 64, "decoded": 0}
     recipe.write_text(json.dumps({"steps": [{"convert": step}, {"eval": {**rows, "variants": []}}]}))
-    paths = {
-        "source": source,
-        "recipe": recipe,
-        "out": root / "out",
-        "converted": tmp_path / "mla",
-    }
+    paths = {"source": source, "recipe": recipe, "out": root / "out", "converted": tmp_path / "mla"}
     if "{converted}" in WHOLE[verb]:
         convert = ["convert", source, "--kv-ratio", "0.5", "--calibration", "none", "--carrier", "own"]
         assert run_main(monkeypatch, capsys, *convert, "--out", paths["converted"])[0] == 0

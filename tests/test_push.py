@@ -240,10 +240,7 @@ def test_what_is_there_is_replaced_only_when_asked(converted, hub, monkeypatch, 
     assert "old.safetensors" not in values and ".gitattributes" in values and "model.safetensors" in values
 
 
-@pytest.mark.parametrize(
-    ("repo", "message"),
-    [("small", "use org/name"), ("others/small", "choose a name in me, lab")],
-)
+@pytest.mark.parametrize(("repo", "message"), [("small", "use org/name"), ("others/small", "choose a name in me, lab")])
 def test_refused_before_the_work(repo, message, converted, hub, monkeypatch, capsys):
     code, _, err = run_main(monkeypatch, capsys, "push", converted, repo)
     assert code == 1 and message in err and err.count("\n") == 1 and not hub.repos

@@ -268,12 +268,7 @@ def test_a_killed_scoring_goes_on(source, tmp_path, stopping):
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        "kvzip",
-        "duo",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("induction", "prulong")),
-    ],
+    "method", ["kvzip", "duo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("induction", "prulong"))]
 )
 def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
     request = partial(scored, source, method=method, steps=2)

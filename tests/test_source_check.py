@@ -340,10 +340,7 @@ def test_buffers_of_old_checkpoints_are_in_no_result(target, changed, tmp_path):
     assert not [name for name in CheckpointReader.open(out).names() if "rotary_emb" in name]
 
 
-@pytest.mark.parametrize(
-    "way_out",
-    [{"rope_scaling": None}, {"rope_scaling": {"rope_type": "default", "factor": 2.0}}],
-)
+@pytest.mark.parametrize("way_out", [{"rope_scaling": None}, {"rope_scaling": {"rope_type": "default", "factor": 2.0}}])
 def test_dynamic_rope_is_refused_with_a_way_out_that_works(way_out, changed, tmp_path):
     """huggingface/transformers#25104"""
     folder = changed(config("rope_parameters", rope_theta=1e4, rope_scaling={"type": "dynamic", "factor": 2.0}))

@@ -69,10 +69,7 @@ def measure(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ratio", "increase", "recall"),
-    [(0.5, 0.013, 0.83), (0.25, 0.11, 0.40), (0.125, 0.8, 0.0)],
-)
+@pytest.mark.parametrize(("ratio", "increase", "recall"), [(0.5, 0.013, 0.83), (0.25, 0.11, 0.40), (0.125, 0.8, 0.0)])
 def test_default_settings(measure, tmp_path, ratio, increase, recall):
     out = convert_checkpoint(DEMO, tmp_path / "out", ConvertSettings(kv_ratio=ratio)).path
     loaded_as, result, found_recall = measure(out)
@@ -82,20 +79,11 @@ def test_default_settings(measure, tmp_path, ratio, increase, recall):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ratio", "rope", "published"),
-    [(0.5, 32, 0.136), (0.25, 32, 0.327), (0.125, 16, 1.16)],
-)
+@pytest.mark.parametrize(("ratio", "rope", "published"), [(0.5, 32, 0.136), (0.25, 32, 0.327), (0.125, 16, 1.16)])
 def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio, rope, published):
     """The comparison is fair: measured with its public code at the same settings, 48 x 512 tokens of plain text."""
     settings = ConvertSettings(
-        method="transmla",
-        kv_ratio=ratio,
-        rope_dim=rope,
-        freqfold=2,
-        calibration_length=512,
-        recall=0.0,
-        held_out=1,
+        method="transmla", kv_ratio=ratio, rope_dim=rope, freqfold=2, calibration_length=512, recall=0.0, held_out=1
     )
     _, result, _ = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
     assert result == pytest.approx(published, rel=0.1)

@@ -24,11 +24,7 @@ from surgery.verification.record import Recorded
 
 OLD = Path(__file__).with_name("old_checkpoints")
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-KINDS = {
-    "mla": {"kv_ratio": 0.5},
-    "gqa": {"kv_heads": 1},
-    "lowrank": {"kv_ratio": 0.2, "bits": "auto"},
-}
+KINDS = {"mla": {"kv_ratio": 0.5}, "gqa": {"kv_heads": 1}, "lowrank": {"kv_ratio": 0.2, "bits": "auto"}}
 
 
 @pytest.fixture

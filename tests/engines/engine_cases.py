@@ -50,12 +50,7 @@ SOURCES = {
 # Without text a layer is converted by its weights alone, in a second; what is compared is engines, not quality.
 FAST = {"calibration": "none"}
 # Numbers of heads by layer are chosen on text.
-TEXT = {
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 1024,
-    "calibration_length": 128,
-    "held_out": 2,
-}
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 1024, "calibration_length": 128, "held_out": 2}
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,10 +130,7 @@ IN_BITS = {
     "qwen2_rows": (lambda: Qwen2Config(**SHAPE), ROWS[::-1]),
     "qwen3_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**entry, "key_norm_eps": 1e-6} for entry in ROWS]),
     "llama_head_rows": (lambda: LlamaConfig(**SHAPE), HEAD_ROWS[:1] * 2),
-    "qwen3_head_rows": (
-        lambda: Qwen3Config(**SHAPE, head_dim=16),
-        [{**HEAD_ROWS[1], "key_norm_eps": 1e-6}] * 2,
-    ),
+    "qwen3_head_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**HEAD_ROWS[1], "key_norm_eps": 1e-6}] * 2),
     "llama_low_rank_rows": (lambda: LlamaConfig(**SHAPE), CASCADE[::3]),
     "llama_heads_apart_rows": (lambda: LlamaConfig(**SHAPE), [HEADS_APART] * 2),
     "llama_cascade_rows": (lambda: LlamaConfig(**SHAPE | {"num_hidden_layers": 4}), CASCADE),

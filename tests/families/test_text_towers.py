@@ -191,9 +191,7 @@ def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"allocate": "spectrum"}, {"carrier": "own"}, {"method": "key-norm"}, {"engine": "vllm"}],
-    ids=str,
+    "settings", [{"allocate": "spectrum"}, {"carrier": "own"}, {"method": "key-norm"}, {"engine": "vllm"}], ids=str
 )
 def test_what_would_be_of_another_class_is_refused(picture_models, tmp_path, settings):
     with pytest.raises(SurgeryError, match="keeps its class"):

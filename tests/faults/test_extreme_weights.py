@@ -22,20 +22,7 @@ SHORT = ("--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-
 COMMANDS = {
     "low rank": ("convert", "bad", "--to", "lowrank", "--kv-ratio", 0.5, "--out", "out", *SHORT),
     "MLA": ("convert", "bad", "--to", "mla", "--kv-ratio", 0.5, "--out", "out", "--calibration", "none"),
-    "heads": (
-        "heads",
-        "bad",
-        "--method",
-        "induction",
-        "--length",
-        200,
-        "--sinks",
-        4,
-        "--window",
-        32,
-        "--out",
-        HEADS,
-    ),
+    "heads": ("heads", "bad", "--method", "induction", "--length", 200, "--sinks", 4, "--window", 32, "--out", HEADS),
     "eval": ("eval", "bad", "--tasks", "loss", "--length", 64, "--windows", 2, "--device", "cpu", "--out", "results"),
     "verify": ("verify", "bad"),
 }

@@ -16,16 +16,7 @@ from surgery.checkpoint.staging import MARKER, UNFINISHED
 
 pytestmark = pytest.mark.slow
 
-TEXT = [
-    "--calibration-tokens",
-    "131072",
-    "--calibration-length",
-    "256",
-    "--held-out",
-    "1",
-    "--kv-ratio",
-    "0.5",
-]
+TEXT = ["--calibration-tokens", "131072", "--calibration-length", "256", "--held-out", "1", "--kv-ratio", "0.5"]
 WIDE = ["--batch-size", "512"]  # of 512 sequences, whose activations under autograd take half a gigabyte
 TOO_LITTLE = 640 * 2**20
 

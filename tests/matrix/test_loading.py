@@ -311,8 +311,7 @@ def test_adapters_of_parameters_train_and_merge(name):
     model, _ = model_and_logits(name)
     targets = targets_of(model)
     adapted = get_peft_model(
-        model,
-        LoraConfig(r=2, target_modules=list(targets["modules"]), target_parameters=list(targets["parameters"])),
+        model, LoraConfig(r=2, target_modules=list(targets["modules"]), target_parameters=list(targets["parameters"]))
     ).train()
     stir_adapters(adapted)
     assert without_gradient(adapted, name) == []

@@ -168,8 +168,7 @@ CONFIGS = {
         **SHAPE, **SHARED_EXPERT, **STATE_IN_LAYER_0, attention_bias=True, mlp_only_layers=[1]
     ),
     "qwen3_5_state": lambda: Qwen3_5TextConfig(
-        **SHAPE,
-        **{**STATE_IN_LAYER_0, "rope_parameters": {**STATE_IN_LAYER_0["rope_parameters"], **MROPE}},
+        **SHAPE, **{**STATE_IN_LAYER_0, "rope_parameters": {**STATE_IN_LAYER_0["rope_parameters"], **MROPE}}
     ),
     "qwen3_5_moe_state": lambda: Qwen3_5MoeTextConfig(**SHAPE, **SHARED_EXPERT, **STATE_IN_LAYER_0),
     "olmo2": lambda: Olmo2Config(**SHAPE),
