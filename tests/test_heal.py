@@ -14,7 +14,7 @@ from healing import heal_here, heal_settings, trained_here
 from own_models import KINDS, tiny_source
 from processes import Fork
 from safetensors.torch import load_file
-from tiny_models import DEMO, HELD_OUT
+from tiny_models import DEMO, HELD_OUT, add_tokenizer
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.lr_multipliers import lr_multipliers
@@ -148,8 +148,7 @@ def test_the_custom_class_without_a_report(tmp_path, kind):
         student = KINDS[kind](source)
     for model, name in ((source, "source"), (student, "student")):
         model.save_pretrained(tmp_path / name)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (tmp_path / name / file).write_bytes((DEMO / file).read_bytes())
+        add_tokenizer(tmp_path / name)
     healed = heal_checkpoint(request(tmp_path / "source", tmp_path / "student", tmp_path / "out"))
     assert healed.healing["verification"]["kv_bytes_per_token"] > 0
     assert (healed.path / "surgery_healing.json").exists()

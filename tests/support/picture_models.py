@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from config_files import config_of, edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import (
-    DEMO,
     LATENT,
     LATENT_EXPERTS,
     LATENT_YARN,
@@ -21,6 +19,7 @@ from tiny_models import (
     STATE_IN_LAYER_0,
     VISION,
     WINDOW_IN_LAYER_0,
+    add_tokenizer,
 )
 from torch import Tensor
 from transformers import (
@@ -174,8 +173,7 @@ def make_model(folder: Path, name: str) -> Path:
         stored = load_file(folder / "model.safetensors")
         turned = {key: tensor.mT.contiguous() for key, tensor in stored.items() if ".experts." in key}
         save_file(stored | turned, folder / "model.safetensors", {"format": "pt"})
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, folder / file)
+    add_tokenizer(folder)
     return folder
 
 
