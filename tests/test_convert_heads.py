@@ -8,7 +8,7 @@ import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, HELD_OUT, SHAPE, make_checkpoint
+from tiny_models import CONFIGS, HELD_OUT, SHAPE, make_checkpoint, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
 
 from surgery.architectures.decilm import check, feed_forward_width
@@ -66,8 +66,7 @@ def test_the_result_is_a_plain_checkpoint_of_the_family(converted, checkpoints, 
     result = converted(name)
     source, config = (AutoConfig.from_pretrained(path) for path in (checkpoints(name), result.path))
     assert (config.model_type, config.num_key_value_heads) == (source.model_type, 1)
-    tokens = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    logits, cached, facts = run_elsewhere(result.path, tokens, tmp_path)
+    logits, cached, facts = run_elsewhere(result.path, tokens(2, 24), tmp_path)
     assert facts["class"] == type(load(checkpoints(name))).__name__
     assert (cached - logits).abs().max() / logits.abs().max() < 1e-4
     kv = result.report.kv
@@ -101,9 +100,8 @@ def test_heads_that_are_equal_merge_without_loss(checkpoints, tmp_path):
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     settings = KVHeadsSettings(**QUICK)
     result = convert_checkpoint(source, tmp_path / "out", settings)
-    tokens = torch.arange(40)[None] * 7
     with torch.no_grad():
-        expected, results = load(source)(tokens).logits, load(result.path)(tokens).logits
+        expected, results = load(source)(tokens()).logits, load(result.path)(tokens()).logits
     assert (results - expected).abs().max() / expected.abs().max() < 1e-5
     assert max(layer.measured["merged"] for layer in result.report.layers) < 1e-5
 
@@ -195,11 +193,10 @@ def test_caches_hold_as_many_heads_as_the_layer(converted, batch):
     result = converted("llama_bias", **BY_LAYER)
     register()
     model, heads = load(result.path), result.report.target["kv_heads"]
-    tokens = torch.randint(4096, (batch, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        plain = model(tokens).past_key_values
+        plain = model(tokens(batch, 20)).past_key_values
         static = StaticCache(config=model.config, max_cache_len=32)
-        model(tokens, past_key_values=static)
+        model(tokens(batch, 20), past_key_values=static)
     for cache in (plain, static):
         assert [layer.keys.shape[1] for layer in cache.layers] == heads
     live = sum(part.nbytes for layer in plain.layers for part in (layer.keys, layer.values))
@@ -208,11 +205,10 @@ def test_caches_hold_as_many_heads_as_the_layer(converted, batch):
 
 def test_layers_that_differ_load_without_the_package(converted, tmp_path):
     result = converted("qwen2", **BY_LAYER)
-    tokens = torch.randint(4096, (2, 12), generator=torch.Generator().manual_seed(0))
-    logits, cached, facts = run_elsewhere(result.path, tokens, tmp_path, trust=True)
+    logits, cached, facts = run_elsewhere(result.path, tokens(2, 12), tmp_path, trust=True)
     assert facts["class"] == "SurgeryForCausalLM"
     assert (cached - logits).abs().max() / logits.abs().max() < 1e-4
-    assert facts["cached_numbers"] == 3 * 2 * 8 * tokens.numel()
+    assert facts["cached_numbers"] == 3 * 2 * 8 * 2 * 12
 
 
 @pytest.mark.parametrize("heads", [0, 3])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
-from tiny_models import HELD_OUT
+from tiny_models import HELD_OUT, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -68,8 +68,7 @@ def test_the_result_computes_and_caches_what_was_promised(converted, name, kind)
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "alone"), ("qwen3", "cascade"), ("llama_bias", "window")])
 def test_the_result_loads_without_the_package(converted, name, kind, tmp_path):
-    tokens = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    logits, cached, facts = run_elsewhere(converted(name, kind).path, tokens, tmp_path, trust=True)
+    logits, cached, facts = run_elsewhere(converted(name, kind).path, tokens(2, 24), tmp_path, trust=True)
     assert facts["class"] == "SurgeryForCausalLM"
     assert (cached - logits).abs().max() / logits.abs().max() < 1e-4
 
@@ -106,7 +105,7 @@ def test_live_cache_of_long_batches_is_what_the_model_predicts(converted):
     for kind in ("alone", "cascade", "window"):
         model = AutoModelForCausalLM.from_pretrained(converted("llama", kind).path, dtype="auto").eval()
         for batch in (1, 4):
-            prompt = torch.randint(3, 4096, (batch, 1000), generator=torch.Generator().manual_seed(1))
+            prompt = tokens(batch, 1000)
             with torch.no_grad():
                 cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
                 for _ in range(3):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
+from decoding import after_padding, in_pieces
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT, LATENT_CONFIGS, make_checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache
+from tiny_models import HELD_OUT, LATENT_CONFIGS, make_checkpoint, tokens
+from transformers import AutoModelForCausalLM
 
 from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointReader
@@ -34,9 +35,6 @@ from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 FIRST = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
 """Families that are converted and run by default."""
-
-DEFAULT = {("deepseek_v3", "fewer")}
-"""Conversions to quantized values that run by default."""
 
 TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 
@@ -70,7 +68,7 @@ def off(result: torch.Tensor, want: torch.Tensor) -> float:
 @torch.no_grad()
 def test_the_anatomy_is_what_the_class_computes(checkpoints, name):
     source = opened(checkpoints(name))
-    hidden = source.stream.embed(torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0)))
+    hidden = source.stream.embed(tokens())
     for index in range(source.layers):
         with source.stream.layer(index) as layer:
             want = layer(hidden)
@@ -140,17 +138,13 @@ def test_fewer_latents(checkpoints, tmp_path, name):
     assert before.keys() == after.keys() and changed == {key for key in after if any(part in key for part in modules)}
 
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((11, 7, 5, 1), dim=1)]
-    assert off(torch.cat(pieces, dim=1), whole) < 1e-5
-    logits, cached, facts = run_elsewhere(result.path, tokens, tmp_path)
+    text = tokens(2, 24)
+    whole = model(text, use_cache=False).logits
+    assert off(in_pieces(model, text)[0], whole) < 1e-5
+    logits, cached, facts = run_elsewhere(result.path, text, tmp_path)
     assert off(logits, whole) < 1e-5 and off(cached, whole) < 1e-5
     assert facts["cached_numbers"] == 2 * 24 * 3 * (10 + 8)
-    padded, mask = torch.cat([torch.full((2, 5), 2), tokens], dim=1), torch.ones(2, 29, dtype=torch.long)
-    mask[:, :5] = 0
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    assert off(model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:], whole) < 1e-5
+    assert off(after_padding(model, text), whole) < 1e-5
 
 
 SHARED = CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=8, batch_size=2, kv_ratio=0.7)
@@ -176,16 +170,14 @@ def test_layers_share_their_latents(checkpoints, tmp_path, name):
     assert inspect_checkpoint(tmp_path / "out").kv["bytes_at"][32_768] <= 4 * (32_768 * 49 + 8 * 48)
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens).logits, DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((11, 7, 5, 1), dim=1)]
-    assert off(torch.cat(pieces, dim=1), whole) < 1e-5
+    text = tokens(2, 24)
+    whole, (pieces, cache) = model(text).logits, in_pieces(model, text)
+    assert off(pieces, whole) < 1e-5
     assert cache_bytes(cache) == model.kv_cache_bytes(2, 24)
-    logits, cached, _ = run_elsewhere(tmp_path / "out", tokens, tmp_path, trust=True)
+    logits, cached, _ = run_elsewhere(tmp_path / "out", text, tmp_path, trust=True)
     assert off(logits, whole) < 1e-5 and off(cached, whole) < 1e-5
-    padded, mask = torch.cat([torch.full((2, 8), 2), tokens], dim=1), torch.ones(2, 32, dtype=torch.long)
-    mask[:, :8] = 0  # a block, as blocks count the padding
-    assert off(model(padded, attention_mask=mask).logits[:, 8:], whole) < 1e-4
+    # A block, as blocks count the padding.
+    assert off(after_padding(model, text, 8, numbered=False), whole) < 1e-4
 
 
 @pytest.mark.parametrize("name", LATENT_CONFIGS)
@@ -199,8 +191,7 @@ def test_a_shared_basis_of_full_rank_is_the_source(checkpoints, name):
     for layer, part in zip(model.model.layers, basis.split(16, dim=1), strict=True):
         layer.self_attn.basis_down.copy_(part)
         layer.self_attn.basis_up.copy_(part.T)
-    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    assert off(model(tokens).logits, source(tokens).logits) < 1e-5
+    assert off(model(tokens(2, 24)).logits, source(tokens(2, 24)).logits) < 1e-5
 
 
 @pytest.mark.slow
@@ -233,10 +224,9 @@ def test_inspection_tells_what_is_cached_and_what_comes_next(checkpoints, name, 
 def test_more_latents_are_nearer_to_the_source(checkpoints, tmp_path):
     """The divergence of what a random model says from what its source says, by rank."""
     source = checkpoints("minicpm3")
-    tokens = torch.randint(3, 4096, (4, 48), generator=torch.Generator().manual_seed(0))
 
     def log_probabilities(folder):
-        return AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits.log_softmax(-1)
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(tokens(4, 48)).logits.log_softmax(-1)
 
     want, divergence = log_probabilities(source), []
     for rank in (4, 14):

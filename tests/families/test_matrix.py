@@ -7,10 +7,11 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import STRUCTURE_TARGETS, convert_checkpoint
+from decoding import after_padding, in_pieces
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from tiny_models import ALL, FAMILIES, HELD_OUT
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from tiny_models import ALL, FAMILIES, HELD_OUT, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from surgery.checkpoint import CheckpointReader
@@ -173,26 +174,19 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     if to == "gqa" and name not in READ_AS_OTHERS:
         own = AutoConfig.from_pretrained(checkpoints(name)).model_type
         assert model.config.model_type == ("surgery" if own in DECODERS else own)
-    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((11, 7, 5, 1), dim=1)]
+    text = tokens(2, 24)
+    whole = model(text, use_cache=False).logits
     close = {"rtol": 0, "atol": (1e-2 if to == "quantized" else 1e-4) * float(whole.abs().max())}
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **close)
+    torch.testing.assert_close(in_pieces(model, text)[0], whole, **close)
 
     if (name, to) in ELSEWHERE or to not in FIRST[name]:
         stock = not hasattr(model.config, "attention_layers")
-        logits, cached, _ = run_elsewhere(result.path, tokens, tmp_path, trust=not stock)
+        logits, cached, _ = run_elsewhere(result.path, text, tmp_path, trust=not stock)
         torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(cached, whole, **close)
 
-    if to == "crosslayer":
-        return  # blocks end at cache positions, which padding moves: other tokens are exact
-    padded = torch.cat([torch.full((2, 5), 2), tokens], dim=1)
-    mask = torch.ones_like(padded)
-    mask[:, :5] = 0
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:]
-    torch.testing.assert_close(shifted, whole, **close)
+    if to != "crosslayer":  # whose blocks end at cache positions, which padding moves: other tokens are exact
+        torch.testing.assert_close(after_padding(model, text), whole, **close)
 
 
 ROWS = {"kv_ratio": 0.5, "bits": "auto"}
@@ -208,23 +202,17 @@ def test_windows_keep_their_cache_next_to_rows(checkpoints, tmp_path, name, sett
     kv, limit = result.report.kv, {"gpt_oss_window": 15, "llama4_window": 79}[name]
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    tokens = torch.randint(3, 4096, (2, limit + 9), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((limit, 6, 1, 1, 1), dim=1)]
+    text = tokens(2, limit + 9)
+    whole, (pieces, cache) = model(text, use_cache=False).logits, in_pieces(model, text, (limit, 6, 1, 1, 1))
     close = {"rtol": 0, "atol": 1e-2 * float(whole.abs().max())}  # a value may round to its other neighbor
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **close)
+    torch.testing.assert_close(pieces, whole, **close)
     slides = [layer.keys.shape[-2] for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
     assert slides and set(slides) == {limit}
     assert cache_bytes(cache) == model.kv_cache_bytes(batch=2, tokens=limit + 9)
     reserved = model.reserved_cache(tokens=5)
-    assert model(tokens[:, :5], past_key_values=reserved).past_key_values is reserved
-    if name == "llama4_window":
-        return  # padding moves its chunks, in its own class too
-    padded = torch.cat([torch.full((2, 5), 2), tokens], dim=1)
-    mask = (padded.cumsum(1) > 10).long()
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    shifted = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 5:]
-    torch.testing.assert_close(shifted, whole, **close)
+    assert model(text[:, :5], past_key_values=reserved).past_key_values is reserved
+    if name != "llama4_window":  # padding moves its chunks, in its own class too
+        torch.testing.assert_close(after_padding(model, text, use_cache=False), whole, **close)
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3_5_state", "granite4_state"])
