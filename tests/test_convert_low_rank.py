@@ -1,20 +1,17 @@
 """Low-rank keys and values, and cascades of them, end to end on tiny models: verified here and elsewhere."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
 from tiny_models import HELD_OUT, tokens
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.low_rank.structure import LOW_RANK, RESIDUAL_WINDOW
-from surgery.structures.registry import find_target
 
 QUICK = {
     "keep_layers": "none",
@@ -85,14 +82,6 @@ def test_ranks_follow_the_allocation(converted):
     assert converted("llama", kv_ratio=0.25, rank_multiple=2).report.target["ranks"] == ranks["spectrum"]
 
 
-def test_a_cascade_reads_what_earlier_layers_have_cached(converted):
-    result = converted("llama", "cascade")
-    layers = [asdict(layer) for layer in result.report.layers]
-    config = AutoConfig.from_pretrained(result.path)
-    assert [layer["shared_rank"] for layer in layers[:2]] == [0, sum(layers[0]["ranks"])]
-    assert [entry["shared_layers"] for entry in config.attention_layers[:2]] == [0, 1]
-
-
 def test_weights_alone(converted):
     result = converted("llama_bias", calibration="none")
     assert [row["stage"] for row in result.report.ladder] == ["source", "low rank", "reloaded"]
@@ -129,10 +118,3 @@ def test_what_is_impossible_is_refused(checkpoints, message, tmp_path):
     with pytest.raises(SurgeryError, match=message):
         convert_checkpoint(checkpoints(name), tmp_path / "out", LowRankSettings(**{**QUICK, **settings}))
     assert not (tmp_path / "out").exists()
-
-
-def test_targets_of_the_command_line():
-    assert find_target("lowrank").settings({"rank": 8}) == LowRankSettings(rank=8)
-    assert find_target("crosslayer").settings({"group_size": 4}) == CrossLayerSettings(group_size=4)
-    with pytest.raises(SurgeryError, match="group_size"):
-        find_target("lowrank").settings({"group_size": 4})

@@ -35,6 +35,7 @@ TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_le
 TEXT |= {"batch_size": 2, "device": "cpu"}
 CASES = {
     "mla": ("llama", {"kv_ratio": 0.5, "rope_dim": 4, **WEIGHTS}),
+    "mla of known frequencies": ("llama_bias", {"kv_ratio": 0.5, "rope_frequencies": "grid", **WEIGHTS}),
     "gqa": ("llama", {"kv_ratio": 0.5, **WEIGHTS}),
     "gqa by layer": ("llama", {"kv_ratio": 0.75, "allocate": "spectrum", **TEXT}),
     "mqa": ("mistral", WEIGHTS),

@@ -373,11 +373,6 @@ def test_the_share_of_the_gap():
     assert gap_closed([]) is None
 
 
-def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
-    code, out, err = run_main(monkeypatch, capsys, "heal", str(tmp_path / "nowhere"), "--teacher", str(DEMO))
-    assert code == 1 and not out and err.startswith("surgery: error:") and len(err.splitlines()) == 1
-
-
 def test_builtin_is_the_model_that_ships(tmp_path, monkeypatch, capsys):
     plans, config = [], tmp_path / "heal.yaml"
     config.write_text("teacher: builtin\n")

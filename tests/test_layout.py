@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 import surgery
-from surgery.common.file_settings import read_mapping
-from surgery.evaluation.settings import EvalSettings
-from surgery.heads.settings import HeadSettings
-from surgery.planning.settings import PlanSettings
-from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
-from surgery.training.settings import HealSettings
 from surgery.workflow.names import check_names
 from surgery.workflow.recipe import COMMANDS, Recipe
 
@@ -268,21 +262,6 @@ def test_structures_do_not_know_each_other(structure):
         if other.startswith("surgery.structures.") and other.count(".") > 2
     }
     assert reference - {structure} <= BUILDS_ON.get(structure, set())
-
-
-SETTINGS = {target.name: target.settings_class for target in TARGETS.values() if not target.fixed}
-SETTINGS |= {"heal": HealSettings, "heads": HeadSettings, "eval": EvalSettings, "plan": PlanSettings}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_shipped_settings_are_the_defaults(name):
-    settings = SETTINGS[name]
-    needed = {"kv_ratio": 0.25} if settings is PlanSettings else {}
-    assert settings.from_mapping(read_mapping(ROOT / "configs" / f"{name}.yaml") | needed, name) == settings(**needed)
-
-
-def test_shipped_variants_can_be_read():
-    ConvertSettings.from_file(ROOT / "configs" / "mla-everywhere.yaml")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
