@@ -108,14 +108,8 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int, int]:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx, encoding="utf-8")
         name = f"sm_{capability}" + ("a" if capability == 90 else "")
-        command = [
-            get_ptxas(capability).path,
-            "-v",
-            f"--gpu-name={name}",
-            str(file),
-            "-o",
-            str(Path(folder) / "kernel.cubin"),
-        ]
+        options = ["-v", f"--gpu-name={name}", "-o", str(Path(folder) / "kernel.cubin")]
+        command = [get_ptxas(capability).path, *options, str(file)]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(f"ptxas: {process.stderr.strip()}")
