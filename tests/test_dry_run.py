@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import namedtuple
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import LlamaConfig
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.engines.verdict import OPEN
 from surgery.families.attention import CapturedAttention
+from surgery.running.experts import share_of_experts
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.base import LONG
@@ -217,3 +219,8 @@ def test_operations_of_a_forward_sweep_are_those_that_torch_counts(checkpoints):
     with BoundaryStore() as store, FlopCounterMode(display=False, custom_mapping=kernels) as forward:
         forward_sweep(opened.stream, tokens, store, 2, lambda: None)
     assert forecast["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)
+
+
+def test_share_of_experts():
+    assert share_of_experts(SimpleNamespace(num_local_experts=4, num_experts_per_tok=2)) == 1 / 2
+    assert share_of_experts(SimpleNamespace(num_experts_per_tok=2)) == share_of_experts(None) == 1

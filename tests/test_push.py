@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -19,11 +20,14 @@ from tiny_models import HELD_OUT, make_checkpoint
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.common.errors import SurgeryError
-from surgery.common.lineage import lineage
+from surgery.common.lineage import lineage, lineage_of
+from surgery.evaluation.models import Checkpoint
 from surgery.reporting.publish import Publication
 from surgery.reporting.report import previous_report
 from surgery.reporting.upload import prepare_upload
 from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.training.settings import HealSettings
+from surgery.training.trackers import _wandb_options
 
 QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
 QUICK += ["--calibration", HELD_OUT]
@@ -286,3 +290,15 @@ def test_a_source_of_the_hub_is_found_again_there(converted, source, monkeypatch
     monkeypatch.setattr(recorded_source, "download", gone)
     with pytest.raises(SurgeryError, match="pass --teacher"):
         recorded_source.find_source(CheckpointReader.open(converted))
+
+
+def test_one_group(checkpoints, tmp_path):
+    out = tmp_path / "small"
+    convert_checkpoint(checkpoints("llama"), out, KVHeadsSettings(kv_heads=1, calibration="none", device="cpu"))
+    group = lineage_of(out)
+    assert re.fullmatch(r"mqa-[0-9a-f]{8}", group)  # what one KV head is called
+    assert Checkpoint.open(str(out)).conversion()["lineage"] == group
+    settings = HealSettings(student=str(out), tracker="wandb", wandb_mode="offline")
+    healing = _wandb_options(settings, tmp_path / "small-healed.tracking")
+    assert (healing["group"], healing["name"]) == (group, "small-healed")
+    assert lineage_of(checkpoints("llama")) is None
