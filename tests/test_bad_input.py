@@ -12,19 +12,12 @@ import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import SHORT_TEXT
 
 from surgery.common.errors import SurgeryError
 from surgery.structures.mla.settings import ConvertSettings
 
-QUICK = {
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 512,
-    "calibration_length": 128,
-    "held_out": 1,
-    "rope_dim": 4,
-    "kv_ratio": 0.5,
-}
+QUICK = {**SHORT_TEXT, "rope_dim": 4, "kv_ratio": 0.5}
 
 
 def poison(name):

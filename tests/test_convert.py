@@ -7,7 +7,7 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
-from tiny_models import CONFIGS, FAMILIES, HELD_OUT, SHAPE, STOCK, make_checkpoint
+from tiny_models import CONFIGS, FAMILIES, HELD_OUT, SHAPE, SHORT_TEXT, STOCK, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from surgery.checkpoint import CheckpointReader
@@ -17,13 +17,7 @@ from surgery.structures.converter import Conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.stages import StageTracker
 
-QUICK = {
-    "kv_ratio": 0.5,
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 512,
-    "calibration_length": 64,
-    "held_out": 2,
-}
+QUICK = {**SHORT_TEXT, "kv_ratio": 0.5, "calibration_tokens": 512, "held_out": 2}
 # By default one family of each kind: those whose attention another's holds too are slow.
 PLAIN = "mistral", "qwen2", "qwen2_window", "llama3"
 # Norms are qwen3_moe's too, its experts mixtral's but for their names.

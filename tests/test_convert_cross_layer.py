@@ -7,7 +7,7 @@ import torch
 from conversions import convert_checkpoint
 from decoding import in_pieces
 from safetensors.torch import load_file
-from tiny_models import DEMO, HELD_OUT, tokens
+from tiny_models import DEMO, SHORT_TEXT, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.calibration.cross_layer_statistics import joint_moment
@@ -25,16 +25,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.cross_layer.structure import plan_groups
 
-QUICK = {
-    "method": "xkv",
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 256,
-    "calibration_length": 64,
-    "held_out": 1,
-    "batch_size": 2,
-    "block": 16,
-    "group_size": 2,
-}
+QUICK = {**SHORT_TEXT, "method": "xkv", "batch_size": 2, "block": 16, "group_size": 2}
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 

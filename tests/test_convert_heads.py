@@ -8,7 +8,7 @@ import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, HELD_OUT, SHAPE, make_checkpoint, tokens
+from tiny_models import CONFIGS, SHAPE, SHORT_TEXT, make_checkpoint, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
 
 from surgery.architectures.decilm import check, feed_forward_width
@@ -21,13 +21,7 @@ from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.kv_heads.structure import requested_heads
 from surgery.structures.registry import find_target
 
-QUICK = {
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 256,
-    "calibration_length": 64,
-    "held_out": 1,
-    "batch_size": 2,
-}
+QUICK = {**SHORT_TEXT, "batch_size": 2}
 SLOW = pytest.mark.slow
 # Three of the four KV heads of two layers.
 BY_LAYER = {"allocate": "spectrum", "kv_ratio": 0.75}

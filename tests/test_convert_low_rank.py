@@ -4,7 +4,7 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
-from tiny_models import HELD_OUT, tokens
+from tiny_models import SHORT_TEXT, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -13,14 +13,7 @@ from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.low_rank.structure import LOW_RANK, RESIDUAL_WINDOW
 
-QUICK = {
-    "keep_layers": "none",
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 256,
-    "calibration_length": 64,
-    "held_out": 1,
-    "batch_size": 2,
-}
+QUICK = {**SHORT_TEXT, "keep_layers": "none", "batch_size": 2}
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_window", "qwen3", "mixtral", "qwen3_moe")
 DEFAULT = {
     "alone": ("llama", "llama_bias", "qwen2_window", "qwen3_moe"),

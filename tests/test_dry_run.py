@@ -15,7 +15,7 @@ import pytest
 import torch
 from command_line import run_main
 from conversions import convert_checkpoint
-from tiny_models import CONFIGS, HELD_OUT, SHAPE, add_tokenizer, random_model
+from tiny_models import CONFIGS, SHAPE, SHORT_TEXT, add_tokenizer, random_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
@@ -33,8 +33,7 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import SLICE, TARGETS
 
 WEIGHTS = {"calibration": "none", "device": "cpu"}
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-TEXT |= {"batch_size": 2, "device": "cpu"}
+TEXT = {**SHORT_TEXT, "batch_size": 2, "device": "cpu"}
 CASES = {
     "mla": ("llama", {"kv_ratio": 0.5, "rope_dim": 4, **WEIGHTS}),
     "mla of known frequencies": ("llama_bias", {"kv_ratio": 0.5, "rope_frequencies": "grid", **WEIGHTS}),

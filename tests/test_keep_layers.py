@@ -7,7 +7,7 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import SHORT_TEXT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -19,8 +19,7 @@ from surgery.structures.dry_run import plan_conversion
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.registry import TARGETS
 
-QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-QUICK |= {"kv_ratio": 0.5, "batch_size": 2}
+QUICK = {**SHORT_TEXT, "kv_ratio": 0.5, "batch_size": 2}
 ATTENTION = "model.layers.{}.self_attn."
 FULL = 256
 """Bytes of a token in the source: two layers, K and V of two heads of 8 numbers in fp32."""

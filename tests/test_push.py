@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 from local_hub import local_hub
-from tiny_models import HELD_OUT, make_checkpoint
+from tiny_models import SHORT_TEXT_FLAGS, make_checkpoint
 
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.hub import id_of_snapshot
@@ -28,9 +28,6 @@ from surgery.reporting.upload import prepare_upload
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.training.settings import HealSettings
 from surgery.training.trackers import _wandb_options
-
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
-QUICK += ["--calibration", HELD_OUT]
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +201,7 @@ def test_a_report_without_a_list_of_files_is_refused(converted, tmp_path):
 
 def test_the_card_is_what_the_hub_reads(converted, hub, source, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    assert run_main(monkeypatch, capsys, "convert", source, "--to", "mqa", "--out", out, *QUICK)[0] == 0
+    assert run_main(monkeypatch, capsys, "convert", source, "--to", "mqa", "--out", out, *SHORT_TEXT_FLAGS)[0] == 0
     assert run_main(monkeypatch, capsys, "push", out, "lab/small", "--public")[0] == 0
     assert not hub.repos["lab/small"]["private"]
     card = ModelCard(hub.repos["lab/small"]["files"]["README.md"].decode())

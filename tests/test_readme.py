@@ -26,16 +26,8 @@ from surgery.reporting.healing_table import LEAST_GAP
 ROOT = Path(__file__).resolve().parent.parent
 
 
-REPORTS = [
-    "smollm2",
-    "smollm2/rows",
-    "smollm2/rows-8k",
-    "smollm2/rows-recall",
-    "smollm2/healing",
-    "smollm2/structures",
-    "testbed",
-    "testbed/heads-128",
-]
+REPORTS = ["testbed", "testbed/heads-128", "smollm2"]
+REPORTS += [f"smollm2/{name}" for name in ("rows", "rows-8k", "rows-recall", "healing", "structures")]
 
 
 def table_of_the_report(name: str, output: tuple[str, ...]) -> dict[str, list[str]]:

@@ -72,16 +72,8 @@ LINES = {
     "rope_bits": ["convert", "builtin", "--to", "mla", "--rope-bits", "16"],
     "streaming_bits": ["convert", "builtin", "--to", "hybrid", "--streaming-bits", "4"],
     "quantized window": ["convert", "builtin", "--to", "quantized", "--window", "4"],
-    **{
-        f"bits {bits}": [
-            "convert",
-            "builtin",
-            "--to",
-            "quantized" if bits in (3, "fp8") else "lowrank",
-            f"--bits={bits}",
-        ]
-        for bits in (8, 4, 3, 2, "fp8")
-    },
+    **{f"bits {bits}": ["convert", "builtin", "--to", "lowrank", f"--bits={bits}"] for bits in (8, 4, 2)},
+    **{f"bits {bits}": ["convert", "builtin", "--to", "quantized", f"--bits={bits}"] for bits in (3, "fp8")},
     "granularity": ["convert", "builtin", "--to", "hybrid", "--granularity", "layer"],
     "heads_multiple": ["convert", "builtin", "--to", "hybrid", "--heads-multiple", "2"],
     "gqa bits": ["convert", "builtin", "--to", "gqa", "--bits", "8"],

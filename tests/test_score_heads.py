@@ -25,17 +25,8 @@ from surgery.structures.mla.settings import ConvertSettings
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-QUICK = {
-    "method": "prulong",
-    "steps": 8,
-    "sinks": 4,
-    "recent": 16,
-    "length": 100,
-    "facts": 1,
-    "samples": 1,
-    "text": str(HELD_OUT),
-    "device": "cpu",
-}
+QUICK = {"method": "prulong", "steps": 8, "sinks": 4, "recent": 16, "length": 100, "facts": 1, "samples": 1}
+QUICK |= {"text": str(HELD_OUT), "device": "cpu"}
 FLAGS = [part for name, value in QUICK.items() for part in (f"--{name}", str(value))]
 PASSES = QUICK["steps"]
 """Sequences on which gates of the tiny model are trained a seed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 from command_line import run_main
-from tiny_models import HELD_OUT, make_checkpoint, random_model
+from tiny_models import SHORT_TEXT_FLAGS, make_checkpoint, random_model
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -37,8 +37,6 @@ from surgery.structures.registry import TARGETS
 from surgery.workflow.recipe import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
-QUICK += ["--calibration", HELD_OUT]
 
 
 def verbs(command, path=()):
@@ -109,7 +107,9 @@ def test_completion_is_offered(monkeypatch):
 
 
 def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
-    code, output, err = run_main(monkeypatch, capsys, "convert", source, "--out", tmp_path / "a", *QUICK, "--quiet")
+    code, output, err = run_main(
+        monkeypatch, capsys, "convert", source, "--out", tmp_path / "a", *SHORT_TEXT_FLAGS, "--quiet"
+    )
     assert (code, err) == (0, "")
     report = previous_report(tmp_path / "a")
     loss_increase = report["ladder"][-1]["loss"] - report["ladder"][0]["loss"]

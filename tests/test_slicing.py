@@ -9,7 +9,7 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
-from tiny_models import HELD_OUT, tokens
+from tiny_models import HELD_OUT, SHORT_TEXT, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surgery.architectures.sliced import LatentModel
@@ -27,13 +27,7 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.slices.measure import measure_slices
 from surgery.structures.slices.structure import SliceSettings
 
-TEXT = {
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 256,
-    "calibration_length": 64,
-    "held_out": 2,
-    "batch_size": 2,
-}
+TEXT = {**SHORT_TEXT, "held_out": 2, "batch_size": 2}
 
 
 def low_rank(**settings):

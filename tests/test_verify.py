@@ -12,7 +12,7 @@ from hostile import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import SHORT_TEXT
 
 import surgery
 from surgery.checkpoint.file_hashes import hash_files
@@ -23,13 +23,12 @@ from surgery.verification.files import compare_files
 from surgery.verification.record import Recorded
 
 OLD = Path(__file__).with_name("old_checkpoints")
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 KINDS = {"mla": {"kv_ratio": 0.5}, "gqa": {"kv_heads": 1}, "lowrank": {"kv_ratio": 0.2, "bits": "auto"}}
 
 
 @pytest.fixture
 def converted(conversions):
-    return lambda kind: conversions("llama", find_target(kind).settings({**TEXT, **KINDS[kind]})).path
+    return lambda kind: conversions("llama", find_target(kind).settings({**SHORT_TEXT, **KINDS[kind]})).path
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from conversions import convert_checkpoint
 from decoding import after_padding, in_pieces
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT, LATENT_CONFIGS, make_checkpoint, tokens
+from tiny_models import LATENT_CONFIGS, SHORT_TEXT, make_checkpoint, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.calibration.statistics import LayerStatistics
@@ -35,8 +35,6 @@ from surgery.transforms.smaller_latent import norm_error, smaller_latent
 
 FIRST = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
 """Families that are converted and run by default."""
-
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 
 
 def opened(folder) -> Source:
@@ -111,7 +109,7 @@ def test_the_metric_counts_what_a_wrong_norm_costs(checkpoints):
 @torch.no_grad()
 def test_fewer_latents(checkpoints, tmp_path, name):
     source = checkpoints(name)
-    result = convert_checkpoint(source, tmp_path / "out", ConvertSettings(**TEXT, kv_lora_rank=10))
+    result = convert_checkpoint(source, tmp_path / "out", ConvertSettings(**SHORT_TEXT, kv_lora_rank=10))
     report, stages = result.report, {row["stage"]: row for row in result.report.ladder}
     kv = report.kv
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == 3 * (10 + 8) * 4
@@ -137,7 +135,7 @@ def test_fewer_latents(checkpoints, tmp_path, name):
     assert off(after_padding(model, text), whole) < 1e-5
 
 
-SHARED = CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=8, batch_size=2, kv_ratio=0.7)
+SHARED = CrossLayerSettings(**SHORT_TEXT, method="xkv", group_size=2, block=8, batch_size=2, kv_ratio=0.7)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def test_a_shared_basis_of_full_rank_is_the_source(checkpoints, name):
 
 @pytest.mark.slow
 def test_what_was_converted_to_stock_shares_its_latents(checkpoints, tmp_path):
-    first = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4)
+    first = ConvertSettings(**SHORT_TEXT, kv_lora_rank=16, rope_dim=4)
     stock = convert_checkpoint(checkpoints("llama"), tmp_path / "stock", first)
     report = convert_checkpoint(stock.path, tmp_path / "out", SHARED).report
     assert report.source["model_type"] == "deepseek_v3" and report.target["model_type"] == "surgery"
@@ -195,7 +193,7 @@ def test_what_was_converted_to_stock_shares_its_latents(checkpoints, tmp_path):
 
 
 def test_a_plan_weighs_fewer_latents_and_shared_ones(checkpoints):
-    settings = PlanSettings(**{**TEXT, "held_out": 2}, kv_ratio=0.7, context="64")
+    settings = PlanSettings(**{**SHORT_TEXT, "held_out": 2}, kv_ratio=0.7, context="64")
     plan = make_plan(checkpoints("deepseek_v3"), settings)
     assert {row.to for row in plan.rows} == {"mla", "crosslayer"} and plan.chosen.kv_ratio <= 0.7
     assert plan.source["kv_bytes"] == 64 * 3 * 24 * 4
@@ -225,10 +223,10 @@ def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, 
     """Convert sources whose norms do nothing, by eps or by a channel of a large constant."""
     settings = {"llama_bias": {"latent_norm": "constant"}, "llama": {"latent_norm": "tiny"}}
     name = "llama" if norm == "tiny" else "llama_bias"
-    options = ConvertSettings(**TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])
+    options = ConvertSettings(**SHORT_TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])
     first = convert_checkpoint(checkpoints(name), tmp_path / "first", options)
     extra = int(norm == "constant")
-    again = convert_checkpoint(first.path, tmp_path / "again", ConvertSettings(**TEXT, kv_lora_rank=12))
+    again = convert_checkpoint(first.path, tmp_path / "again", ConvertSettings(**SHORT_TEXT, kv_lora_rank=12))
     layers = again.report.to_dict()["layers"]
     assert max(layer["norm_error"] for layer in layers) < (1e-3 if extra else 1e-5)
     assert again.report.kv["measured_bytes_per_token"] == 2 * (12 + 4) * 4

@@ -10,7 +10,7 @@ from conversions import STRUCTURE_TARGETS, convert_checkpoint
 from decoding import after_padding, in_pieces
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from tiny_models import ALL, FAMILIES, HELD_OUT, tokens
+from tiny_models import ALL, FAMILIES, SHORT_TEXT, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -27,15 +27,14 @@ from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
 
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 BATCH = {"batch_size": 2}
 STRUCTURES: dict[str, Callable] = {
-    "mla": lambda: ConvertSettings(**TEXT, **BATCH, kv_ratio=0.5, latent_norm="tiny"),
-    "gqa": lambda: KVHeadsSettings(**TEXT, **BATCH),
-    "lowrank": lambda: LowRankSettings(**TEXT, **BATCH, kv_ratio=0.5),
-    "crosslayer": lambda: CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=16, batch_size=2),
+    "mla": lambda: ConvertSettings(**SHORT_TEXT, **BATCH, kv_ratio=0.5, latent_norm="tiny"),
+    "gqa": lambda: KVHeadsSettings(**SHORT_TEXT, **BATCH),
+    "lowrank": lambda: LowRankSettings(**SHORT_TEXT, **BATCH, kv_ratio=0.5),
+    "crosslayer": lambda: CrossLayerSettings(**SHORT_TEXT, method="xkv", group_size=2, block=16, batch_size=2),
     "hybrid": lambda: HybridSettings(calibration="none", streaming=1.0, sinks=2, recent=6),
-    "quantized": lambda: QuantizedSettings(**TEXT, **BATCH, bits=8),
+    "quantized": lambda: QuantizedSettings(**SHORT_TEXT, **BATCH, bits=8),
 }
 WINDOWED = "mla", "gqa", "lowrank"
 """Targets that take sliding windows, and layers that keep a state."""
@@ -194,7 +193,10 @@ ROWS = {"kv_ratio": 0.5, "bits": "auto"}
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("gpt_oss_window", ConvertSettings(**TEXT, **ROWS)), ("llama4_window", QuantizedSettings(**TEXT, bits=8))],
+    [
+        ("gpt_oss_window", ConvertSettings(**SHORT_TEXT, **ROWS)),
+        ("llama4_window", QuantizedSettings(**SHORT_TEXT, bits=8)),
+    ],
 )
 @torch.no_grad()
 def test_windows_keep_their_cache_next_to_rows(checkpoints, tmp_path, name, settings):
@@ -219,7 +221,7 @@ def test_windows_keep_their_cache_next_to_rows(checkpoints, tmp_path, name, sett
 def test_rows_of_windows_and_next_to_states_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
     with pytest.raises(SurgeryError, match="needs full attention in every converted layer"):
-        convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, **ROWS))
+        convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**SHORT_TEXT, **ROWS))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,7 +249,7 @@ def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_pat
     ],
 )
 def test_texts_over_what_is_simulated_are_refused(checkpoints, tmp_path, name, reason):
-    settings = LowRankSettings(**{**TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)
+    settings = LowRankSettings(**{**SHORT_TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)
     with pytest.raises(SurgeryError, match=f"256 tokens: .*{reason}"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from decoding import in_pieces
-from tiny_models import CONFIGS, HELD_OUT, add_tokenizer, random_model, tokens
+from tiny_models import CONFIGS, SHORT_TEXT, add_tokenizer, random_model, tokens
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
@@ -22,11 +22,10 @@ from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 STRUCTURES = {
-    "mla": ConvertSettings(**TEXT, kv_ratio=0.5, latent_norm="tiny"),
-    "lowrank": LowRankSettings(**TEXT, kv_ratio=0.5),
-    "crosslayer": CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=16),
+    "mla": ConvertSettings(**SHORT_TEXT, kv_ratio=0.5, latent_norm="tiny"),
+    "lowrank": LowRankSettings(**SHORT_TEXT, kv_ratio=0.5),
+    "crosslayer": CrossLayerSettings(**SHORT_TEXT, method="xkv", group_size=2, block=16),
     "hybrid": HybridSettings(calibration="none", streaming=1.0, sinks=2, recent=6),
 }
 FULL = ["full_attention"] * 2

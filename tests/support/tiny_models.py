@@ -16,6 +16,9 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 
 ASSETS = Path(__file__).resolve().parents[2] / "surgery" / "assets"
 DEMO, HELD_OUT = ASSETS / "demo-model", ASSETS / "heldout-stdlib.txt"
+SHORT_TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+SHORT_TEXT_FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SHORT_TEXT.items()]
+"""Text of a calibration for tiny models: as settings, and as options of a command."""
 
 SHAPE = {
     "vocab_size": 4096,
