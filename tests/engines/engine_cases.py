@@ -1,7 +1,5 @@
 """Checkpoints of every kind that engines are said to load, and what transformers makes of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Random checkpoints of the custom model class: MLA with any frequencies, ranks by layer, biases, norms; KV heads by
 layer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

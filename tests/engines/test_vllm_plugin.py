@@ -1,7 +1,5 @@
 """vLLM's CPU build serves MLA of the custom class through our plugin: transformers' tokens, and a cache of latents."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Hybrid heads of the custom class in vLLM's CPU build: transformers' tokens, and blocks that are really freed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

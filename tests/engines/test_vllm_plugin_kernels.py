@@ -1,7 +1,5 @@
 """Decode steps of MLA by the project's kernels in vLLM's CPU build, in Triton's interpreter: transformers' tokens."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

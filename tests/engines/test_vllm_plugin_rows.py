@@ -1,7 +1,5 @@
 """MLA and low rank in bits in vLLM's CPU build: transformers' tokens, from packed rows in vLLM's own blocks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

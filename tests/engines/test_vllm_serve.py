@@ -1,7 +1,5 @@
 """Checkpoints that vLLM does not serve, with one line of reasons each; tests/test_vllm_serve.py does without vLLM."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM's CPU build runs by its custom classes what conversions write for them: transformers' tokens, and the cache."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

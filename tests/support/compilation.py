@@ -4,8 +4,6 @@ Triton carries its own ptxas, so a CPU is enough. The facts are those of the lau
 pointers, strides and sizes is told to the compiler as it would be on the device.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Tiny GGUF files, written with the gguf package as llama.cpp's converter would."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiny random multimodal models with the demo model's tokenizer, and a prompt with a picture for each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints with matrices quantized as compressed-tensors and DeepSeek store them, packed by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole evaluation report of made-up numbers: every task, every kind of row, and text that wants to break out."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every family with the demo model's tokenizer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
