@@ -81,25 +81,6 @@ def test_everything_but_the_attention_is_copied_byte_for_byte(converted, checkpo
     assert (converted("qwen2").path / "tokenizer.json").exists()
 
 
-def test_heads_that_are_equal_merge_without_loss(checkpoints, tmp_path):
-    """Two KV heads with the same weights are one: the result computes what the source does."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for file in checkpoints("llama").iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
-    weights = load_file(source / "model.safetensors")
-    for name, tensor in weights.items():
-        if "k_proj" in name or "v_proj" in name:
-            weights[name] = tensor[:8].repeat(2, 1)
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    settings = KVHeadsSettings(**QUICK)
-    result = convert_checkpoint(source, tmp_path / "out", settings)
-    with torch.no_grad():
-        expected, results = load(source)(tokens()).logits, load(result.path)(tokens()).logits
-    assert (results - expected).abs().max() / expected.abs().max() < 1e-5
-    assert max(layer.measured["merged"] for layer in result.report.layers) < 1e-5
-
-
 def test_mean_pool_is_the_mean(converted, checkpoints):
     source = load_file(checkpoints("qwen2") / "model.safetensors")
     tensors = load_file(converted("qwen2", method="mean-pool").path / "model.safetensors")

@@ -32,7 +32,6 @@ from surgery.healing.launchers import (
     find_launcher,
     is_sharded,
     keeps_freed_memory,
-    launch_command,
     outside,
 )
 from surgery.inspection.checks import verify_checkpoint
@@ -350,17 +349,6 @@ def test_what_trackers_write_and_evaluations_stay(pair_of, tmp_path):
 
 def test_lr_multipliers_are_for_stock_mla_alone(pair_of):
     assert lr_multipliers(CheckpointReader.open(pair_of("gqa")[1])) == {}
-
-
-def test_the_command_that_is_composed(tmp_path):
-    config, launcher = tmp_path / "heal.yaml", tmp_path / "fsdp2.yaml"
-    module = ["-m", "surgery.training.heal", "--config", str(config)]
-    for processes in (None, 1):
-        assert launch_command(config, processes, None) == [sys.executable, *module]
-    many = launch_command(config, 2, None)
-    assert many[1:3] == ["-m", "accelerate.commands.launch"] and many[-4:] == module and "2" in many
-    assert launch_command(config, None, launcher)[3:] == ["--config_file", str(launcher), *module]
-    assert launch_command(config, 4, launcher)[5:7] == ["--num_processes", "4"]
 
 
 def test_the_share_of_the_gap():
