@@ -146,15 +146,11 @@ def test_what_forgets_everything_is_no_row_of_the_table(inspected, capsys):
     assert len(lines) == 1 and "all heads stream" in lines[0]
 
 
-def test_every_target_is_foreseen_with_its_bytes(inspected):
+def test_every_target_is_foreseen_with_its_class_and_its_bytes(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
     assert {target["to"] for target in targets.values()} == set(TARGETS)
     for command, ratio in {"mla": 0.25, "gqa": 0.5, "mqa": 0.5, "lowrank": 0.25, "crosslayer": 0.25}.items():
         assert targets[f"surgery convert --to {command}"]["kv_ratio"] == pytest.approx(ratio, rel=1e-3), command
-
-
-def test_stock_targets(inspected):
-    targets = {target["command"]: target for target in inspected("llama").targets}
     assert targets["surgery convert --to mla"]["class"] == "surgery"
     assert targets["surgery convert --to mla --carrier stock"]["class"] == "deepseek_v3"
     assert targets["surgery convert --to mla --engine llama.cpp"]["engines"]["llama.cpp"]["command"].endswith(".gguf")

@@ -240,17 +240,9 @@ def test_what_is_exported_of_the_demo_model_lies_in_the_working_folder(monkeypat
 
 
 def test_an_inspection_is_one_screen(tmp_path, capsys):
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=64,
-        max_position_embeddings=65536,
-    )
-    random_model(config).save_pretrained(tmp_path)
+    shape = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    random_model(LlamaConfig(**shape, **heads, max_position_embeddings=65536)).save_pretrained(tmp_path)
     inspection = inspect_checkpoint(tmp_path)
     show_inspection(inspection)
     output = capsys.readouterr().out

@@ -158,19 +158,20 @@ def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):
     assert errors.splitlines()[-1].startswith(f"surgery: error: {path}: ")
 
 
-def test_a_config_of_other_shapes_is_one_line(copy, monkeypatch, capsys):
-    path = copy("gqa")
-    edit_config(path, num_key_value_heads=2)
-    code, output, errors = run_main(monkeypatch, capsys, "verify", path)
-    assert (code, output) == (1, "") and "k_proj.weight has shape" in errors.splitlines()[-1]
-
-
-def test_a_truncated_file_is_one_line(copy, monkeypatch, capsys):
-    path = copy("gqa")
+def truncate(path):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(partial(edit_config, num_key_value_heads=2), "k_proj.weight has shape"), (truncate, "model.safetensors")],
+)
+def test_what_cannot_be_read_is_one_line(copy, damage, words, monkeypatch, capsys):
+    path = copy("gqa")
+    damage(path)
     code, output, errors = run_main(monkeypatch, capsys, "verify", path)
-    assert (code, output) == (1, "") and "model.safetensors" in errors.splitlines()[-1]
+    assert (code, output) == (1, "") and words in errors.splitlines()[-1]
 
 
 READ = ("modeling_evil.py", "code.PY", "x.so", "x.so.1", "lib.dll", "a/b/m.pyc", "custom_generate/generate.txt")
