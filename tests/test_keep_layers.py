@@ -1,10 +1,10 @@
 """Layers that a conversion leaves unchanged: by number, or because their windows forget anyway."""
 
-import json
 import shutil
 
 import pytest
 import torch
+from config_files import config_of
 from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_models import SHORT_TEXT
@@ -23,10 +23,6 @@ QUICK = {**SHORT_TEXT, "kv_ratio": 0.5, "batch_size": 2}
 ATTENTION = "model.layers.{}.self_attn."
 FULL = 256
 """Bytes of a token in the source: two layers, K and V of two heads of 8 numbers in fp32."""
-
-
-def config_of(folder):
-    return json.loads((folder / "config.json").read_text())
 
 
 def converted(source, out, to, **settings):

@@ -55,11 +55,8 @@ def of_pattern(out):
 
 
 def of_evaluation(out):
-    return [[row["name"], row["kv"], row["results"], row["comparison"]] for row in report_rows(out)]
-
-
-def report_rows(out):
-    return json.loads((out / "report.json").read_text())["rows"]
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    return [[row["name"], row["kv"], row["results"], row["comparison"]] for row in rows]
 
 
 def of_healing(out):

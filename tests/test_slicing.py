@@ -9,6 +9,7 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
+from safetensors.torch import load_file, save_file
 from tiny_models import HELD_OUT, SHORT_TEXT, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -320,7 +321,9 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
         del layer["energies"]
     (old / REPORT).write_text(json.dumps(report))
     shutil.copytree(constant, real)
-    _edit(real / "model.safetensors", "model.layers.1.self_attn.kv_a_layernorm.weight", 1.5)
+    tensors = load_file(real / "model.safetensors")
+    tensors["model.layers.1.self_attn.kv_a_layernorm.weight"] *= 1.5
+    save_file(tensors, real / "model.safetensors", {"format": "pt"})
     for source, ratio, message in (
         (checkpoints("llama"), 0.25, "model_type 'llama' has no latents to slice; convert it"),
         (in_groups, 0.25, "quantized; slice its source"),
@@ -365,10 +368,3 @@ def test_a_wrong_cut_is_caught_before_the_output_gets_its_name(converted, tmp_pa
     with pytest.raises(SurgeryError, match="differ from the simulation"):
         convert_checkpoint(converted("cascade").path, tmp_path / "out", slice_settings())
     assert list(tmp_path.iterdir()) == []
-
-
-def _edit(file, name, factor):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(file)
-    save_file({**tensors, name: tensors[name] * factor}, file, metadata={"format": "pt"})
