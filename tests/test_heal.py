@@ -293,14 +293,17 @@ def test_a_recipe_says_how_a_training_is_launched(pair_of, tmp_path, monkeypatch
 
     monkeypatch.setattr(healing, "run_interruptible", run)
     path = tmp_path / "recipe.yaml"
-    for values in ({"processes": 2}, {"launcher": "fsdp2"}, {"launcher": "cpu-2", "processes": 3}):
+    for values in ({"processes": 1}, {"processes": 2}, {"launcher": "fsdp2"}, {"launcher": "cpu-2", "processes": 3}):
         step = {"name": "healed", "student": str(student), "teacher": str(source), **FEW, "data": [str(HELD_OUT)]}
         path.write_text(json.dumps({"steps": [{"heal": {**step, **values}}]}))
         with pytest.raises(SurgeryError, match="exit code 7"):
             run_recipe(path, tmp_path / "work", Progress(silent=True))
-    assert "--multi_gpu" in commands[0] and commands[0][5] == "2"
-    assert [Path(command[4]).name for command in commands[1:]] == ["fsdp2.yaml", "cpu-2.yaml"]
-    assert "--num_processes" not in commands[1] and commands[2][5:7] == ["--num_processes", "3"]
+    training = ["-m", "surgery.training.heal", "--config"]
+    alone, many, *by_file = commands
+    assert alone[1:4] == training and all(command[-4:-1] == training for command in (many, *by_file))
+    assert "--multi_gpu" in many and many[5] == "2"
+    assert [Path(command[4]).name for command in by_file] == ["fsdp2.yaml", "cpu-2.yaml"]
+    assert "--num_processes" not in by_file[0] and by_file[1][5:7] == ["--num_processes", "3"]
 
 
 HEAL_STEP = {"name": "h", "student": "s", "teacher": "t"}
