@@ -87,3 +87,11 @@ def test_one_clear_line_and_a_clean_disk(case, checkpoints, tmp_path):
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
     assert sorted(path.name for path in source.iterdir()) == before
+
+
+def test_pickle_is_read_when_allowed(checkpoints, tmp_path):
+    source = shutil.copytree(checkpoints("llama"), tmp_path / "src")
+    pickle_only(source)
+    convert_checkpoint(source, tmp_path / "out", ConvertSettings(**QUICK), allow_pickle=True)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
