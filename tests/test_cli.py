@@ -81,8 +81,6 @@ def test_mistakes_at_first_sight_cost_no_torch(tmp_path):
         ("convert", "source", "--out", "source"): "would replace its own source",
         ("convert", "source", "--out", "full", "--dry-run"): "full: exists; choose another --out",
         ("convert", "source", "--kv-ratio", "2"): "--kv-ratio 2.0 must lie between",
-        ("convert", "source", "--rope-dim", "some"): "--rope-dim must be a whole number or auto",
-        ("convert", "source", "--rope-dim", "3"): "must be even",
         ("convert", "source", "--method", "magic"): "unknown: choose",
         ("convert", "source", "--config", "list.yaml"): "write lines of name: value",
         ("convert", "adapter"): "contains an adapter",

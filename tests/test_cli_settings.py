@@ -115,6 +115,8 @@ def asked_of(monkeypatch, capsys, *arguments):
         (["--to", "mqa", "--text", "x", "--block", "8"], "--block is for crosslayer; --to mqa has no such setting"),
         (["--kv-ratio", "25%"], "--kv-ratio must be a number, not '25%'"),
         (["--kv-ratio", "25"], "--kv-ratio 25.0 must lie between"),
+        (["--rope-dim", "some"], "--rope-dim must be a whole number or auto"),
+        (["--rope-dim", "3"], "must be even"),
         (["--max-shard-size", "3x"], "--max-shard-size '3x' is not a size"),
         (["--seed", "2.5"], "--seed must be a whole number, not '2.5'"),
         (
