@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,14 +76,8 @@ def checkpoints(tmp_path_factory):
     import torch
     from tiny_models import make_checkpoint
 
-    results: dict[tuple[str, torch.dtype], Path] = {}
-
-    def get(name: str, dtype: torch.dtype = torch.float32) -> Path:
-        if (name, dtype) not in results:
-            results[name, dtype] = make_checkpoint(tmp_path_factory.mktemp(name), name, dtype)
-        return results[name, dtype]
-
-    return get
+    make = cache(lambda name, dtype: make_checkpoint(tmp_path_factory.mktemp(name), name, dtype))
+    return lambda name, dtype=torch.float32: make(name, dtype)
 
 
 @pytest.fixture(scope="session")
@@ -90,13 +85,9 @@ def conversions(checkpoints, tmp_path_factory):
     """Gives what a tiny checkpoint became with some settings, converted once; to be read, not to be changed."""
     from conversions import convert_checkpoint
 
-    results = {}
-
-    def get(name: str, settings, dtype=None):
-        source = checkpoints(name) if dtype is None else checkpoints(name, dtype)
-        if (source, settings) not in results:
-            results[source, settings] = convert_checkpoint(source, tmp_path_factory.mktemp("made") / name, settings)
-        return results[source, settings]
+    @cache
+    def get(name: str, settings, *dtype):
+        return convert_checkpoint(checkpoints(name, *dtype), tmp_path_factory.mktemp("made") / name, settings)
 
     return get
 
@@ -106,14 +97,7 @@ def picture_models(tmp_path_factory):
     """Gives the folder of a tiny vision-language model, made once."""
     from picture_models import make_model
 
-    results: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in results:
-            results[name] = make_model(tmp_path_factory.mktemp(name), name)
-        return results[name]
-
-    return get
+    return cache(lambda name: make_model(tmp_path_factory.mktemp(name), name))
 
 
 @pytest.fixture(scope="session")

@@ -12,19 +12,12 @@ import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import SHORT_TEXT
 
 from surgery.common.errors import SurgeryError
 from surgery.structures.mla.settings import ConvertSettings
 
-QUICK = {
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 512,
-    "calibration_length": 128,
-    "held_out": 1,
-    "rope_dim": 4,
-    "kv_ratio": 0.5,
-}
+QUICK = {**SHORT_TEXT, "rope_dim": 4, "kv_ratio": 0.5}
 
 
 def poison(name):
@@ -76,11 +69,7 @@ CASES = {
     ),
     "pickle only": (pickle_only, {}, "allow-pickle"),
     "budget too small": (lambda folder: None, {"kv_ratio": 0.01, "rope_dim": None}, "raise kv_ratio"),
-    "budget too large": (
-        lambda folder: None,
-        {"kv_ratio": None, "kv_lora_rank": 64, "rope_dim": 8},
-        "are not fewer",
-    ),
+    "budget too large": (lambda folder: None, {"kv_ratio": None, "kv_lora_rank": 64, "rope_dim": 8}, "are not fewer"),
     "rope too wide": (lambda folder: None, {"rope_dim": 64}, "not possible|budget"),
     "absent text": (lambda folder: None, {"calibration": "nowhere.txt"}, "nowhere.txt"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), {}, "tokenizer"),
@@ -106,11 +95,3 @@ def test_pickle_is_read_when_allowed(checkpoints, tmp_path):
     convert_checkpoint(source, tmp_path / "out", ConvertSettings(**QUICK), allow_pickle=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
-
-
-def test_a_result_is_replaced_only_when_asked(checkpoints, tmp_path):
-    settings = ConvertSettings(calibration="none", kv_ratio=0.5)
-    for overwrite in (False, True):
-        convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings, overwrite=overwrite)
-    with pytest.raises(SurgeryError, match="exists"):
-        convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings)

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from conversions import convert_checkpoint
+from decoding import in_pieces
 from safetensors.torch import load_file
-from tiny_models import DEMO, HELD_OUT
-from transformers import AutoModelForCausalLM, DynamicCache
+from tiny_models import DEMO, SHORT_TEXT, tokens
+from transformers import AutoModelForCausalLM
 
 from surgery.calibration.cross_layer_statistics import joint_moment
 from surgery.calibration.held_out import HeldOut
@@ -24,25 +25,12 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.cross_layer.structure import plan_groups
 
-QUICK = {
-    "method": "xkv",
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 256,
-    "calibration_length": 64,
-    "held_out": 1,
-    "batch_size": 2,
-    "block": 16,
-    "group_size": 2,
-}
+QUICK = {**SHORT_TEXT, "method": "xkv", "batch_size": 2, "block": 16, "group_size": 2}
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 def load(path, **options):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
-
-
-def text(length: int = 40) -> torch.Tensor:
-    return torch.randint(4096, (2, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
@@ -64,31 +52,22 @@ def test_what_is_written_is_what_was_simulated(converted, checkpoints, name):
     assert losses["reloaded"] == pytest.approx(losses["shared"], abs=1e-4)
     assert losses["shared"] != losses["source"]
     model = load(result.path)
-    cache = DynamicCache(config=model.config)
-    results = [model(piece, past_key_values=cache).logits for piece in text().split((20, 11, *[1] * 9), dim=1)]
-    expected = model(text()).logits
-    assert float((torch.cat(results, dim=1) - expected).abs().max() / expected.abs().max()) < 1e-4
+    logits, cache = in_pieces(model, tokens(), (20, 11, *[1] * 9))
+    expected = model(tokens()).logits
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-4
     # A quarter of the keys and values of two complete blocks, and 8 tokens as they were.
     width = model.model.layers[0].self_attn.width
     assert cache_bytes(cache) == 2 * 4 * (32 * 2 * width // 4 + 8 * 2 * width) == model.kv_cache_bytes(2, 40)
 
 
-def test_the_source_is_kept_byte_for_byte(converted, checkpoints):
-    source = load_file(checkpoints("qwen3") / "model.safetensors")
-    tensors = load_file(converted("qwen3").path / "model.safetensors")
-    new = {f"model.layers.{layer}.self_attn.basis_{part}" for layer in range(2) for part in ("down", "up")}
-    assert set(tensors) == set(source) | new
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in source.items())
-
-
 @torch.no_grad()
 def test_a_larger_budget_is_nearer_to_the_source(converted, checkpoints):
     """Down to the source itself, all but one of 64 numbers."""
-    source = load(checkpoints("llama"))(text()).logits
+    source = load(checkpoints("llama"))(tokens()).logits
     errors, predicted = [], []
     for settings in ({"kv_ratio": 0.1}, {}, {"kv_ratio": 0.99}):  # the second is the default, a quarter
         result = converted("llama", **settings)
-        errors.append(float((load(result.path)(text()).logits - source).norm() / source.norm()))
+        errors.append(float((load(result.path)(tokens()).logits - source).norm() / source.norm()))
         predicted.append(result.report.layers[0].error)
     assert errors[0] > errors[1] > errors[2] and predicted[0] > predicted[1] > predicted[2]
     assert errors[2] < 0.05
@@ -145,7 +124,7 @@ def test_report_and_card_are_written(converted):
 def test_the_joint_moment_is_that_of_each_layer_on_its_diagonal(checkpoints):
     settings = CrossLayerSettings(**QUICK)
     opened = Source.open(checkpoints("mixtral"), settings)
-    texts = Texts(text(), HeldOut.of_text(text()), {})
+    texts = Texts(tokens(), HeldOut.of_text(tokens()), {})
     work = ConversionContext.in_folder(Snapshots(), opened, settings, texts, Progress(silent=True))
     with work.store, work.library as library, work.converted:
         work.gather(gradients=False)

@@ -1,12 +1,12 @@
 """Several processes share a conversion's calibration and fits, and the result has the bits of one process."""
 
-import json
 import os
 import signal
 import time
 
 import pytest
 import torch
+from conversions import results
 from processes import AT_ONCE, Fork, started_forks, two_forks
 from tiny_models import HELD_OUT
 
@@ -19,12 +19,6 @@ from surgery.running.processes import Processes
 TEXT = ["--calibration-tokens", "288", "--calibration-length", "32", "--held-out", "1", "--batch-size", "1"]
 TEXT += ["--calibration", HELD_OUT]
 ASKED = ["--to", "mla", "--kv-ratio", "0.5", "--rope-dim", "4", *TEXT]
-
-
-def results(out):
-    """The weights' bytes, and what the report measured."""
-    report = json.loads((out / "surgery_report.json").read_text())
-    return (out / "model.safetensors").read_bytes(), [report[name] for name in ("layers", "ladder", "target")]
 
 
 def statistics(folder):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import torch
 from command_line import run_main
 from measures import mean_loss, recall_accuracy
 from processes import Fork
+from tiny_models import add_tokenizer
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint.named_models import demo_model
@@ -70,8 +70,7 @@ def test_the_measuring_process_cannot_import_this_package():
 def test_a_failure_of_the_measuring_process_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(demo.subprocess, "run", forked_script)
     (tmp_path / "config.json").write_text("{}")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model() / file, tmp_path)
+    add_tokenizer(tmp_path)
     output = replace(demo.DEMO_MODELS["builtin"], windows=1, prompts=1, length=256)
     with pytest.raises(SurgeryError, match="stock transformers could not run the models") as caught:
         demo.measure_with_stock_transformers([tmp_path], output)

@@ -8,13 +8,14 @@ import re
 import shutil
 from collections import namedtuple
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from command_line import run_main
 from conversions import convert_checkpoint
-from tiny_models import CONFIGS, HELD_OUT, SHAPE, add_tokenizer, random_model
+from tiny_models import CONFIGS, SHAPE, SHORT_TEXT, add_tokenizer, random_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
@@ -22,6 +23,7 @@ from transformers import LlamaConfig
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.engines.verdict import OPEN
 from surgery.families.attention import CapturedAttention
+from surgery.running.experts import share_of_experts
 from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.base import LONG
@@ -31,10 +33,10 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import SLICE, TARGETS
 
 WEIGHTS = {"calibration": "none", "device": "cpu"}
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-TEXT |= {"batch_size": 2, "device": "cpu"}
+TEXT = {**SHORT_TEXT, "batch_size": 2, "device": "cpu"}
 CASES = {
     "mla": ("llama", {"kv_ratio": 0.5, "rope_dim": 4, **WEIGHTS}),
+    "mla of known frequencies": ("llama_bias", {"kv_ratio": 0.5, "rope_frequencies": "grid", **WEIGHTS}),
     "gqa": ("llama", {"kv_ratio": 0.5, **WEIGHTS}),
     "gqa by layer": ("llama", {"kv_ratio": 0.75, "allocate": "spectrum", **TEXT}),
     "mqa": ("mistral", WEIGHTS),
@@ -64,10 +66,6 @@ def convert(monkeypatch, capsys, source, out, case, request):
     if "method" in request:
         assert report["target"]["method"] == request["method"]
     return report, lines[head:]
-
-
-def test_every_target_has_a_case():
-    assert {case.split()[0] for case in CASES} == {*TARGETS, SLICE.name}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,7 +134,8 @@ def test_every_method_is_printed(case, four_layers, tmp_path, monkeypatch, capsy
         assert any(line.split()[:4] == ["0", "0+1", "-", "-"] for line in lines)
 
 
-def test_every_method_of_layers_that_share_is_a_case():
+def test_every_target_and_every_method_of_layers_that_share_is_a_case():
+    assert {case.split()[0] for case in CASES} == {*TARGETS, SLICE.name}
     assert {f"crosslayer {method}" for method in methods("crosslayer")} <= CASES.keys() | SHOWN.keys()
 
 
@@ -216,3 +215,8 @@ def test_operations_of_a_forward_sweep_are_those_that_torch_counts(checkpoints):
     with BoundaryStore() as store, FlopCounterMode(display=False, custom_mapping=kernels) as forward:
         forward_sweep(opened.stream, tokens, store, 2, lambda: None)
     assert forecast["calibrate: forward"] == pytest.approx(forward.get_total_flops(), rel=0.01)
+
+
+def test_share_of_experts():
+    assert share_of_experts(SimpleNamespace(num_local_experts=4, num_experts_per_tok=2)) == 1 / 2
+    assert share_of_experts(SimpleNamespace(num_experts_per_tok=2)) == share_of_experts(None) == 1

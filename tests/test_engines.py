@@ -310,11 +310,6 @@ def test_scaling_that_an_export_cannot_write_is_refused_before_it(checkpoints, t
         assert error.value.path == path
 
 
-def test_doctor_speaks_of_the_demo(checkpoints, monkeypatch, capsys):
-    code, out, _ = run_main(monkeypatch, capsys, "doctor", str(checkpoints("llama")), "--json")
-    assert code == 0 and json.loads(out)["kind"] == "llama"
-
-
 def test_a_tokenizer_is_copied_from_a_gguf_file_of_the_same_tokens(checkpoints, tmp_path):
     source, out = checkpoints("llama"), tmp_path / "out.gguf"
     model = make_model("llama")

@@ -75,20 +75,16 @@ def test_finished_steps_are_kept(finished):
     assert outcome.patterns == {name: work / f"{name}.safetensors" for name in ("trained", "induced")}
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"samples": 2}, {"length": 100}, {"method": "kvzip"}])
-def test_patterns_of_other_settings_are_not_taken_for_them(finished, tmp_path, change):
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"samples": 2}, {"length": 100}, {"method": "kvzip"}, {"source": "other"}], ids=str
+)
+def test_patterns_of_other_models_and_settings_are_not_taken_for_them(finished, tmp_path, change):
     recipe, work = finished
+    if "source" in change:
+        change = {"source": str(make_checkpoint(tmp_path / "other", "llama", seed=1))}
     steps = steps_of(recipe)
     steps[0]["heads"].update(change)
     with pytest.raises(SurgeryError, match=r"trained\.safetensors: was made from another model or with other settings"):
-        run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
-
-
-def test_patterns_of_other_models_are_not_taken_for_them(finished, tmp_path):
-    recipe, work = finished
-    steps = steps_of(recipe)[:1]
-    steps[0]["heads"]["source"] = str(make_checkpoint(tmp_path / "other", "llama", seed=1))
-    with pytest.raises(SurgeryError, match="was made from another model"):
         run_recipe(write(tmp_path, *steps), work, Progress(silent=True))
 
 

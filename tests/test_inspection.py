@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.bench import models as bench_models
 from surgery.console.inspection import show_inspection
+from surgery.engines.verdict import LOADS, LOADS_WITH
 from surgery.eval.kv_cache import cache_bytes
 from surgery.inspection.converted import _by_kind
 from surgery.inspection.inspect import CONTEXTS, inspect_checkpoint
@@ -145,15 +146,11 @@ def test_what_forgets_everything_is_no_row_of_the_table(inspected, capsys):
     assert len(lines) == 1 and "all heads stream" in lines[0]
 
 
-def test_every_target_is_foreseen_with_its_bytes(inspected):
+def test_every_target_is_foreseen_with_its_class_and_its_bytes(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
     assert {target["to"] for target in targets.values()} == set(TARGETS)
     for command, ratio in {"mla": 0.25, "gqa": 0.5, "mqa": 0.5, "lowrank": 0.25, "crosslayer": 0.25}.items():
         assert targets[f"surgery convert --to {command}"]["kv_ratio"] == pytest.approx(ratio, rel=1e-3), command
-
-
-def test_stock_targets(inspected):
-    targets = {target["command"]: target for target in inspected("llama").targets}
     assert targets["surgery convert --to mla"]["class"] == "surgery"
     assert targets["surgery convert --to mla --carrier stock"]["class"] == "deepseek_v3"
     assert targets["surgery convert --to mla --engine llama.cpp"]["engines"]["llama.cpp"]["command"].endswith(".gguf")
@@ -242,3 +239,28 @@ def test_stock_mla_is_inspected(tmp_path):
     alone = inspect_checkpoint(tmp_path)
     assert alone.architecture["attention"][0].startswith("2 layers: latent rank 24, 8 rotary dimensions")
     assert alone.kv["bytes_per_token"] == 2 * (24 + 8) * 4 and alone.targets == []
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_window", "ministral_window", "mixtral"])
+def test_what_is_said_can_be_done(name, checkpoints):
+    inspection = inspect_checkpoint(checkpoints(name))
+    selection, rows = inspection.advice, [row for row in inspection.targets if row["applies"]]
+    assert selection["quality"] in rows and selection["smallest"]["applies"]
+    at_limit = [row["kv_ratio_at"]["256"] for row in (selection["smallest"], *rows) if row["to"] != "hybrid"]
+    assert at_limit[0] == min(at_limit)
+    assert "hybrid" not in {selection["quality"]["to"], selection["smallest"]["to"]}
+    for engine, row in selection["engines"].items():
+        assert row in rows and row["engines"][engine]["status"] in (LOADS, LOADS_WITH)
+    assert ("llama.cpp" in selection["engines"]) == (name == "llama")
+
+
+def test_where_nothing_applies_nothing_is_said(checkpoints, capsys, monkeypatch):
+    refused = {"applies": False, "class": None, "reasons": ["no"], "engines": {}}
+    monkeypatch.setattr(
+        "surgery.inspection.targets._row",
+        lambda opened, target, asked, *_: {"command": "", "to": target.name, **refused},
+    )
+    inspection = inspect_checkpoint(checkpoints("llama"))
+    assert inspection.advice == {}
+    show_inspection(inspection)
+    assert "recommended (" not in capsys.readouterr().out

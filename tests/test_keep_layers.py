@@ -1,13 +1,13 @@
 """Layers that a conversion leaves unchanged: by number, or because their windows forget anyway."""
 
-import json
 import shutil
 
 import pytest
 import torch
+from config_files import config_of
 from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import SHORT_TEXT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
@@ -19,15 +19,10 @@ from surgery.structures.dry_run import plan_conversion
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.registry import TARGETS
 
-QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-QUICK |= {"kv_ratio": 0.5, "batch_size": 2}
+QUICK = {**SHORT_TEXT, "kv_ratio": 0.5, "batch_size": 2}
 ATTENTION = "model.layers.{}.self_attn."
 FULL = 256
 """Bytes of a token in the source: two layers, K and V of two heads of 8 numbers in fp32."""
-
-
-def config_of(folder):
-    return json.loads((folder / "config.json").read_text())
 
 
 def converted(source, out, to, **settings):

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import yaml
+from conversions import results
 from processes import AT_ONCE, Fork
 from tiny_models import HELD_OUT
 
@@ -49,23 +50,13 @@ TEXT = ("--calibration-tokens", "256", "--calibration-length", "64", "--held-out
 LOSS = {"tasks": ["loss", "recall"], "length": 64, "windows": 4, "variants": "none"}
 
 
-def of_checkpoint(out):
-    """The weights' bytes, and what the report measured."""
-    report = json.loads((out / "surgery_report.json").read_text())
-    weights = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
-    return weights, [report[name] for name in ("layers", "ladder", "target")]
-
-
 def of_pattern(out):
     return HeadPattern.load(out).scores.tolist()
 
 
 def of_evaluation(out):
-    return [[row["name"], row["kv"], row["results"], row["comparison"]] for row in report_rows(out)]
-
-
-def report_rows(out):
-    return json.loads((out / "report.json").read_text())["rows"]
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    return [[row["name"], row["kv"], row["results"], row["comparison"]] for row in rows]
 
 
 def of_healing(out):
@@ -80,7 +71,7 @@ def of_plan(out):
 
 
 def of_recipe(out):
-    return of_checkpoint(out / "half"), of_evaluation(out / "report")
+    return results(out / "half"), of_evaluation(out / "report")
 
 
 CONVERT = ("convert", "{source}", "--to", "lowrank", "--kv-ratio", "0.5", *TEXT)
@@ -88,7 +79,7 @@ HEADS = ("heads", "{source}", "--method", "prulong", "--sinks", "4", "--window",
 EVAL = ("eval", "{source}", "--tasks", "loss,recall", "--length", "64", "--windows", "4", "--variants", "none")
 PLAN = ("plan", "{source}", "--kv-ratio", "0.5", "--allow", "lowrank,quantized", "--recall", "0", "--context", "256")
 VERBS = {
-    "convert": ("out", of_checkpoint, CONVERT),
+    "convert": ("out", results, CONVERT),
     "heads": ("out.safetensors", of_pattern, (*HEADS, "--steps", "20", "--text", str(HELD_OUT))),
     "heal": ("out", of_healing, ("heal", "{source}", "--teacher", "{source}", "--config", "{heal}", "--no-measure")),
     "eval": ("out", of_evaluation, EVAL),

@@ -8,7 +8,7 @@ import torch
 from command_line import run_main
 from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT, make_checkpoint
+from tiny_models import SHORT_TEXT, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.deepseek_v3 import query_latent
@@ -32,8 +32,7 @@ from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
 
 OLD = Path(__file__).with_name("old_checkpoints") / "mla-stock"
-SMALL = {"kv_lora_rank": 12, "rope_dim": 4, "carrier": "stock", "calibration": str(HELD_OUT)}
-SMALL |= {"calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+SMALL = {**SHORT_TEXT, "kv_lora_rank": 12, "rope_dim": 4, "carrier": "stock"}
 KINDS = {
     "tiny": ("llama", {}),
     "tiny with biases": ("llama_bias", {"latent_norm": "tiny"}),

@@ -343,26 +343,9 @@ def runs(root: Path):
     yield lambda: TemporaryFolder("test").remove()
 
 
-NAMES = [
-    "notes.txt",
-    ".hidden",
-    ".git",
-    "config.json.bak",
-    "surgery-thesis",
-    "surgery-thesis.lock",
-    "plan.yaml.partial",
-]
-NAMES += [
-    "notes.html",
-    "mla-everywhere.yaml",
-    "new",
-    "new.partial",
-    "out.replaced-1",
-    "out.replaced-1x",
-    "report.md",
-    "x.pt.txt",
-]
-NAMES += ["results", "step-9", "é", "a b", "tokens", "model.bin.txt"]
+NAMES = ["notes.txt", ".hidden", ".git", "config.json.bak", "surgery-thesis", "surgery-thesis.lock", "notes.html"]
+NAMES += ["plan.yaml.partial", "mla-everywhere.yaml", "new", "new.partial", "out.replaced-1", "out.replaced-1x"]
+NAMES += ["report.md", "x.pt.txt", "results", "step-9", "é", "a b", "tokens", "model.bin.txt"]
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -407,23 +390,11 @@ def test_runs_replace_and_remove_what_is_theirs(tmp_path, monkeypatch):
 
 def test_patterns():
     is_owned = nested(matching(["a.json"]), run=matching(RUN_FILES), states=matching(CHECKPOINT_FILES))
-    ours = (
-        "a.json",
-        "run/",
-        "run/data/",
-        "run/checkpoints/step-1/",
-        "run/checkpoints/step-1/state.json",
-        "states/best/",
-    )
-    theirs = (
-        "b.json",
-        "run",
-        "run/notes.txt",
-        "run/data/x/",
-        "run/checkpoints/step-1/notes.txt",
-        "states/x/state.json",
-    )
-    assert all(map(is_owned, ours)) and not any(map(is_owned, theirs))
+    state = "run/checkpoints/step-1/"
+    for name in ("a.json", "run/", "run/data/", state, f"{state}state.json", "states/best/"):
+        assert is_owned(name), name
+    for name in ("b.json", "run", "run/notes.txt", "run/data/x/", f"{state}notes.txt", "states/x/state.json"):
+        assert not is_owned(name), name
 
 
 TEXT = "--calibration-tokens 256 --calibration-length 64"
@@ -459,12 +430,7 @@ def test_whole_commands_leave_what_is_planted(verb, seed, checkpoints, tmp_path,
     step = {"name": "half", "source": str(source), "kv_ratio": 0.5, "calibration": "none"}
     rows = {"name": "report", "checkpoints": ["half"], "tasks": ["loss"], "windows": 2, "length": 64, "decoded": 0}
     recipe.write_text(json.dumps({"steps": [{"convert": step}, {"eval": {**rows, "variants": []}}]}))
-    paths = {
-        "source": source,
-        "recipe": recipe,
-        "out": root / "out",
-        "converted": tmp_path / "mla",
-    }
+    paths = {"source": source, "recipe": recipe, "out": root / "out", "converted": tmp_path / "mla"}
     if "{converted}" in WHOLE[verb]:
         convert = ["convert", source, "--kv-ratio", "0.5", "--calibration", "none", "--carrier", "own"]
         assert run_main(monkeypatch, capsys, *convert, "--out", paths["converted"])[0] == 0

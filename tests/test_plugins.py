@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import ROOT, Fork
 from safetensors.torch import load_file
-from tiny_models import DEMO, EXPERTS, SHAPE, random_model
+from tiny_models import EXPERTS, SHAPE, add_tokenizer, random_model
 from transformers import GraniteMoeSharedConfig
 
 import surgery
@@ -55,8 +55,7 @@ def runs(installed, tmp_path_factory):
     work = tmp_path_factory.mktemp("work")
     source = work / "granite"
     random_model(GraniteMoeSharedConfig(**SHAPE, **EXPERTS, num_local_experts=4)).save_pretrained(source)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, source / file)
+    add_tokenizer(source)
     small = ["--device", "cpu"]
     first = ["convert", "--to", "first-heads", str(source), "--calibration", "none", *small]
     scored = ["--out", str(work / "h.safetensors"), *small, "--json"]

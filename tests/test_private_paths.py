@@ -9,16 +9,8 @@ from hypothesis import strategies as st
 
 from surgery.common.private_paths import command_without_folders, settings_without_folders, without_folders
 
-PREFIXES = (
-    "/home/me/",
-    "/home/my name/deep/",
-    "~/",
-    "~me/x/",
-    "C:\\Users\\me\\",
-    "D:/data/",
-    "\\\\server\\x\\",
-    "file:///a/",
-)
+PREFIXES = ("/home/me/", "/home/my name/deep/", "~/", "~me/x/")
+PREFIXES += ("C:\\Users\\me\\", "D:/data/", "\\\\server\\x\\", "file:///a/")
 NAMES = ("text.jsonl", "base-7B", "My Model", "x")
 
 

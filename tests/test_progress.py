@@ -8,15 +8,12 @@ import time
 
 import pytest
 from command_line import run_main
-from tiny_models import HELD_OUT
+from tiny_models import SHORT_TEXT_FLAGS
 
 from surgery.cli.commands import environment
 from surgery.common import phase as phases
 from surgery.common.progress import QUIET, VERBOSE, Progress
 from surgery.reporting.report import previous_report
-
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
-QUICK += ["--calibration", HELD_OUT, "--to", "gqa", "--kv-heads", "1"]
 
 
 @pytest.fixture
@@ -157,7 +154,18 @@ def test_units_are_told_as_people_say_them():
 
 def test_phases_of_a_verb(checkpoints, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    arguments = ["convert", checkpoints("llama"), "--out", out, *QUICK, "--verbose"]
+    arguments = [
+        "convert",
+        checkpoints("llama"),
+        "--out",
+        out,
+        "--to",
+        "gqa",
+        "--kv-heads",
+        "1",
+        *SHORT_TEXT_FLAGS,
+        "--verbose",
+    ]
     code, _, err = run_main(monkeypatch, capsys, *arguments)
     assert code == 0 and not VERBOSE.keys() & os.environ.keys() and "\r" not in err
     ends = [line[9:] for line in err.splitlines() if line.endswith(" at most")]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -14,19 +15,19 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 from local_hub import local_hub
-from tiny_models import HELD_OUT, make_checkpoint
+from tiny_models import SHORT_TEXT_FLAGS, make_checkpoint
 
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.common.errors import SurgeryError
-from surgery.common.lineage import lineage
+from surgery.common.lineage import lineage, lineage_of
+from surgery.evaluation.models import Checkpoint
 from surgery.reporting.publish import Publication
 from surgery.reporting.report import previous_report
 from surgery.reporting.upload import prepare_upload
 from surgery.structures.kv_heads.settings import KVHeadsSettings
-
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
-QUICK += ["--calibration", HELD_OUT]
+from surgery.training.settings import HealSettings
+from surgery.training.trackers import _wandb_options
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +201,7 @@ def test_a_report_without_a_list_of_files_is_refused(converted, tmp_path):
 
 def test_the_card_is_what_the_hub_reads(converted, hub, source, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    assert run_main(monkeypatch, capsys, "convert", source, "--to", "mqa", "--out", out, *QUICK)[0] == 0
+    assert run_main(monkeypatch, capsys, "convert", source, "--to", "mqa", "--out", out, *SHORT_TEXT_FLAGS)[0] == 0
     assert run_main(monkeypatch, capsys, "push", out, "lab/small", "--public")[0] == 0
     assert not hub.repos["lab/small"]["private"]
     card = ModelCard(hub.repos["lab/small"]["files"]["README.md"].decode())
@@ -240,10 +241,7 @@ def test_what_is_there_is_replaced_only_when_asked(converted, hub, monkeypatch, 
     assert "old.safetensors" not in values and ".gitattributes" in values and "model.safetensors" in values
 
 
-@pytest.mark.parametrize(
-    ("repo", "message"),
-    [("small", "use org/name"), ("others/small", "choose a name in me, lab")],
-)
+@pytest.mark.parametrize(("repo", "message"), [("small", "use org/name"), ("others/small", "choose a name in me, lab")])
 def test_refused_before_the_work(repo, message, converted, hub, monkeypatch, capsys):
     code, _, err = run_main(monkeypatch, capsys, "push", converted, repo)
     assert code == 1 and message in err and err.count("\n") == 1 and not hub.repos
@@ -289,3 +287,15 @@ def test_a_source_of_the_hub_is_found_again_there(converted, source, monkeypatch
     monkeypatch.setattr(recorded_source, "download", gone)
     with pytest.raises(SurgeryError, match="pass --teacher"):
         recorded_source.find_source(CheckpointReader.open(converted))
+
+
+def test_one_group(checkpoints, tmp_path):
+    out = tmp_path / "small"
+    convert_checkpoint(checkpoints("llama"), out, KVHeadsSettings(kv_heads=1, calibration="none", device="cpu"))
+    group = lineage_of(out)
+    assert re.fullmatch(r"mqa-[0-9a-f]{8}", group)  # what one KV head is called
+    assert Checkpoint.open(str(out)).conversion()["lineage"] == group
+    settings = HealSettings(student=str(out), tracker="wandb", wandb_mode="offline")
+    healing = _wandb_options(settings, tmp_path / "small-healed.tracking")
+    assert (healing["group"], healing["name"]) == (group, "small-healed")
+    assert lineage_of(checkpoints("llama")) is None

@@ -9,7 +9,7 @@ import torch
 from command_line import ROOT
 from conversions import convert_checkpoint
 from healing import trained_here
-from tiny_models import CONFIGS, DEMO, HELD_OUT, random_model
+from tiny_models import CONFIGS, DEMO, HELD_OUT, SHORT_TEXT, random_model
 from transformers import AutoTokenizer
 
 import surgery
@@ -61,8 +61,7 @@ def test_a_conversion_is_the_command_line_s(checkpoints, here):
 
 def test_a_model_in_memory_becomes_another_and_nothing_is_written(in_memory, here):
     model, tokenizer = in_memory
-    text = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-    settings = {"to": "lowrank", "rank": 24, "device": "cpu", "progress": False, **text}
+    settings = {"to": "lowrank", "rank": 24, "device": "cpu", "progress": False, **SHORT_TEXT}
     result = surgery.convert(model, tokenizer=tokenizer, **settings)
     saved = here.parent / "saved"
     model.save_pretrained(saved), tokenizer.save_pretrained(saved)

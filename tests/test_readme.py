@@ -1,4 +1,4 @@
-"""Every figure of tables of reports in the README and in docs/results.md is the report's."""
+"""Every figure of tables of reports in the README, docs/results.md and docs/healing.md is the report's."""
 
 import json
 import math
@@ -21,20 +21,13 @@ from surgery.eval.report import markdown
 from surgery.eval.report.document import read_report
 from surgery.eval.report.tables import columns
 from surgery.heads.pattern import HeadPattern
+from surgery.reporting.healing_table import LEAST_GAP
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-REPORTS = [
-    "smollm2",
-    "smollm2/rows",
-    "smollm2/rows-8k",
-    "smollm2/rows-recall",
-    "smollm2/healing",
-    "smollm2/structures",
-    "testbed",
-    "testbed/heads-128",
-]
+REPORTS = ["testbed", "testbed/heads-128", "smollm2"]
+REPORTS += [f"smollm2/{name}" for name in ("rows", "rows-8k", "rows-recall", "healing", "structures")]
 
 
 def table_of_the_report(name: str, output: tuple[str, ...]) -> dict[str, list[str]]:
@@ -180,3 +173,34 @@ def test_models_and_engines_are_what_conversions_say(model, tmp_path, monkeypatc
         statuses = {entry["status"] for name, entry in engines.items() if name.startswith(head.split()[0])}
         assert statuses - {REFUSED}, (head, options)
         assert mark != "✓" or statuses & {LOADS, LOADS_WITH}, (head, options)
+
+
+HEALED = ("mla-4", "mla-8", "gqa-2", "mqa", "lowrank-8", "hybrid-12")
+
+
+def test_healings_of_the_demo_model_are_the_reports():
+    page = rows_of((ROOT / "docs" / "healing.md").read_text(encoding="utf-8"), "## Results on the demo model")
+    report = table_of_the_report("testbed/healing", ("loss", "kl", "recall"))
+    losses = {row["name"]: row["results"]["loss"]["loss"] for row in read_report(ROOT / "docs/testbed/healing")["rows"]}
+    assert page.keys() == {"", *HEALED}
+    for name in HEALED:
+        (loss, kl, recall), (healed_loss, healed_kl, healed_recall) = report[name], report[f"{name}-healed"]
+        gaps = [losses[name] - losses[source] for source in ("source", "source-trained")]
+        change = losses[name] - losses[f"{name}-healed"]
+        closed = [f"{100 * change / gap:.0f}%" if gap >= LEAST_GAP else "-" for gap in gaps]
+        assert page[name][:-1] == [loss, healed_loss, *closed, kl, healed_kl, recall, healed_recall]
+
+
+def test_healings_of_the_real_model_are_the_reports():
+    page = (ROOT / "docs" / "healing.md").read_text(encoding="utf-8").partition("## A real model")[2]
+    report = table_of_the_report("smollm2/healing", ("kv_ratio", "loss", "perplexity", "kl", "recall"))
+    rows = read_report(ROOT / "docs/smollm2/healing")["rows"]
+    for row, cells in zip(rows, list(rows_of(page, "").values())[1:], strict=True):
+        ratio, loss, perplexity, kl, recall = report[row["name"]]
+        change = row["comparison"]["loss"] if row["comparison"] else None
+        increase = f"{change['difference']:+.4f} [{change['low']:.4f}, {change['high']:.4f}]" if change else ""
+        assert cells == [ratio, f"{loss} ({perplexity})", increase, kl if change else "", recall]
+    healings = [row["conversion"]["healing"] for row in rows[2::2]]
+    assert "for {} and {} minutes.".format(*(round(each["seconds"] / 60) for each in healings)) in page
+    (first, last), quarters = [[float(each["held_out"][end]["kl"]) for end in ("first", "last")] for each in healings]
+    assert "from {:.3f} to {:.3f} at the quarter and from {:.4f} to {:.4f} at".format(*quarters, first, last) in page

@@ -1,12 +1,11 @@
 """A conversion that was killed goes on, and ends in the same bits as one that was not."""
 
-import json
 import os
 import shutil
 import signal
 
 import pytest
-from conversions import convert_checkpoint
+from conversions import convert_checkpoint, results
 from processes import AT_ONCE, Fork
 from tiny_models import HELD_OUT
 
@@ -32,12 +31,6 @@ def settings_of(kind, **others):
     settings = {**TEXT, **KINDS[kind], **others}
     target = find_target(settings.pop("to", kind))
     return target.settings({name: value for name, value in settings.items() if value is not None})
-
-
-def results(out):
-    """The weights' bytes, and what the report measured."""
-    report = json.loads((out / "surgery_report.json").read_text())
-    return (out / "model.safetensors").read_bytes(), [report[name] for name in ("layers", "ladder", "target")]
 
 
 def content_of(folder):

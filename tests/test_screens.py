@@ -1,14 +1,16 @@
 """Screens as people meet them: help that fits eighty columns, suggestions, silence, and a verdict at the end."""
 
+import json
 import math
 import os
 import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import typer
 from command_line import run_main
-from tiny_models import HELD_OUT, make_checkpoint, random_model
+from tiny_models import SHORT_TEXT_FLAGS, make_checkpoint, random_model
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -28,13 +30,13 @@ from surgery.eval.report.verdict import by_checkpoint
 from surgery.healing.heal import Healed
 from surgery.inspection.checks import Check, Checked
 from surgery.inspection.inspect import inspect_checkpoint
+from surgery.reporting.quality import useless_layers
 from surgery.reporting.report import previous_report
+from surgery.structures.mla.structure import MLA
 from surgery.structures.registry import TARGETS
 from surgery.workflow.recipe import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
-QUICK += ["--calibration", HELD_OUT]
 
 
 def verbs(command, path=()):
@@ -93,12 +95,6 @@ def test_help_of_a_target_fits_two_screens(to, at_eighty_columns, monkeypatch, c
     assert len(shown.splitlines()) <= 90 and flags_of(shown) & every == common
 
 
-def test_what_is_not_shown_of_a_flag_still_works(tmp_path, monkeypatch, capsys):
-    for flags in (["--no-keep-quantised"], ["--qk-rope-head-dim", "16"]):
-        code, _, err = run_main(monkeypatch, capsys, "convert", tmp_path / "absent", *flags)
-        assert code == 1 and "no such folder" in err
-
-
 def test_verbs_of_groups_are_suggested(monkeypatch, capsys):
     code, _, err = run_main(monkeypatch, capsys, "bench", "decodee", "builtin")
     assert code == 2 and "Did you mean 'decode'?" in err
@@ -111,7 +107,9 @@ def test_completion_is_offered(monkeypatch):
 
 
 def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
-    code, output, err = run_main(monkeypatch, capsys, "convert", source, "--out", tmp_path / "a", *QUICK, "--quiet")
+    code, output, err = run_main(
+        monkeypatch, capsys, "convert", source, "--out", tmp_path / "a", *SHORT_TEXT_FLAGS, "--quiet"
+    )
     assert (code, err) == (0, "")
     report = previous_report(tmp_path / "a")
     loss_increase = report["ladder"][-1]["loss"] - report["ladder"][0]["loss"]
@@ -160,9 +158,6 @@ def test_a_recipe_is_listed_without_running(source, tmp_path, monkeypatch, capsy
     code, output, _ = run_main(monkeypatch, capsys, "run", "right.yaml", "--dry-run")
     assert code == 0 and "small" in output and os.listdir(tmp_path) == ["right.yaml"]
     assert output.splitlines()[-1] == "Next: the same command without --dry-run"
-    (tmp_path / "wrong.yaml").write_text("steps:\n- convert: {name: a, source: builtin, kv_ration: 0.5}\n")
-    code, _, err = run_main(monkeypatch, capsys, "run", "wrong.yaml", "--dry-run")
-    assert code == 1 and "did you mean kv_ratio" in err
 
 
 def test_an_evaluation_is_told_in_words_next_to_its_rivals():
@@ -245,17 +240,9 @@ def test_what_is_exported_of_the_demo_model_lies_in_the_working_folder(monkeypat
 
 
 def test_an_inspection_is_one_screen(tmp_path, capsys):
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=64,
-        max_position_embeddings=65536,
-    )
-    random_model(config).save_pretrained(tmp_path)
+    shape = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    random_model(LlamaConfig(**shape, **heads, max_position_embeddings=65536)).save_pretrained(tmp_path)
     inspection = inspect_checkpoint(tmp_path)
     show_inspection(inspection)
     output = capsys.readouterr().out
@@ -307,3 +294,34 @@ def test_where_models_run_is_told_in_one_way():
     }
     assert len(settings) > 6
     assert set(settings.values()) == {("NAME", "cpu, cuda, cuda:1 …; auto is cuda if available. [auto]")}
+
+
+TOLD = "layers 0 (125%)"
+
+
+@dataclass(frozen=True)
+class Layer:
+    layer: int | str
+    measured: dict = field(default_factory=dict)
+
+
+def test_the_last_stage_counts():
+    errors = [{"truncated": 1.5, "fitted": 0.9}, {"truncated": 0.9, "fitted": 1.01}, {}, {"a": math.nan}, {"a": 1.0}]
+    assert useless_layers(map(Layer, range(5), errors)).keys() == {"1", "3"}
+
+
+@pytest.mark.parametrize("error", (0.5, 1.25))
+def test_screen_report_and_card_name_it(error, checkpoints, tmp_path, monkeypatch, capsys):
+    def convert_layers(self, work, writer):
+        outcome = convert(self, work, writer)
+        first, *rest = outcome.layers
+        return replace(outcome, layers=[replace(first, measured={"truncated": error}), *rest])
+
+    convert = MLA.convert_layers
+    monkeypatch.setattr(MLA, "convert_layers", convert_layers)
+    arguments = ["--to", "mla", "--kv-ratio", "0.5", "--calibration", "none", "--out", tmp_path / "out"]
+    code, screen, _ = run_main(monkeypatch, capsys, "convert", checkpoints("llama"), *arguments)
+    assert code == 0
+    target = json.loads((tmp_path / "out" / "surgery_report.json").read_text())["target"]
+    assert target.get("useless_layers") == ({"0": 1.25} if error > 1 else None)
+    assert (TOLD in screen, TOLD in (tmp_path / "out" / "README.md").read_text()) == (error > 1, error > 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run_main
-from tiny_models import HELD_OUT, make_checkpoint
+from tiny_models import SHORT_TEXT_FLAGS, make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
@@ -14,8 +14,6 @@ from pathlib import Path
 Path({marker!r}).touch()
 from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
 """
-QUICK = ["--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
-QUICK += ["--calibration", HELD_OUT]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def trap(tmp_path_factory):
     [
         ["inspect"],
         ["doctor"],
-        ["convert", "--to", "gqa", *QUICK],
+        ["convert", "--to", "gqa", *SHORT_TEXT_FLAGS],
         ["eval", "--tasks", "loss", "--windows", "1", "--length", "64", "--variants", "none"],
     ],
     ids=lambda verb: verb[0],

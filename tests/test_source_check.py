@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from picture_models import make_model
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT, make_checkpoint, tokens
+from tiny_models import HELD_OUT, SHORT_TEXT, make_checkpoint, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint import CheckpointReader
@@ -25,15 +25,14 @@ from surgery.running.source_check import open_source
 from surgery.structures.registry import TARGETS
 
 WEIGHTS = {"calibration": "none", "device": "cpu"}
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 CONVERSIONS = {
     "mla": {"kv_ratio": 0.5, "rope_dim": 4},
     "gqa": {"kv_ratio": 0.5},
     "mqa": {},
     "lowrank": {"kv_ratio": 0.5},
-    "crosslayer": {"kv_ratio": 0.5, "group_size": 2, **TEXT},
+    "crosslayer": {"kv_ratio": 0.5, "group_size": 2, **SHORT_TEXT},
     "hybrid": {"streaming": 1, "sinks": 2, "recent": 8, "context": 100},
-    "quantized": {"bits": 8, **TEXT},
+    "quantized": {"bits": 8, **SHORT_TEXT},
 }
 assert set(CONVERSIONS) == set(TARGETS)
 COMMANDS = {
@@ -340,10 +339,7 @@ def test_buffers_of_old_checkpoints_are_in_no_result(target, changed, tmp_path):
     assert not [name for name in CheckpointReader.open(out).names() if "rotary_emb" in name]
 
 
-@pytest.mark.parametrize(
-    "way_out",
-    [{"rope_scaling": None}, {"rope_scaling": {"rope_type": "default", "factor": 2.0}}],
-)
+@pytest.mark.parametrize("way_out", [{"rope_scaling": None}, {"rope_scaling": {"rope_type": "default", "factor": 2.0}}])
 def test_dynamic_rope_is_refused_with_a_way_out_that_works(way_out, changed, tmp_path):
     """huggingface/transformers#25104"""
     folder = changed(config("rope_parameters", rope_theta=1e4, rope_scaling={"type": "dynamic", "factor": 2.0}))

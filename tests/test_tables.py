@@ -17,10 +17,7 @@ TABLE = Table.of(
         Column("of", align="left"),
         "why",
     ],
-    [
-        ("a|b", Cell(1 / 3, ("+0.10", "[0, 1]"), "worse"), 12, "[red]"),
-        ("c", None, 3, "<b>"),
-    ],
+    [("a|b", Cell(1 / 3, ("+0.10", "[0, 1]"), "worse"), 12, "[red]"), ("c", None, 3, "<b>")],
     "Losses",
 )
 

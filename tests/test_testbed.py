@@ -68,62 +68,40 @@ def measure(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ratio", "increase", "recall"),
-    [(0.5, 0.013, 0.83), (0.25, 0.11, 0.40), (0.125, 0.8, 0.0)],
-)
-def test_default_settings(measure, tmp_path, ratio, increase, recall):
-    out = convert_checkpoint(DEMO, tmp_path / "out", ConvertSettings(kv_ratio=ratio)).path
-    loaded_as, result, found_recall = measure(out)
-    assert loaded_as == "DeepseekV3ForCausalLM"
-    assert result <= increase
-    assert found_recall >= recall - 1e-9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ratio", "rope", "published"),
-    [(0.5, 32, 0.136), (0.25, 32, 0.327), (0.125, 16, 1.16)],
-)
-def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio, rope, published):
-    """The comparison is fair: measured with its public code at the same settings, 48 x 512 tokens of plain text."""
-    settings = ConvertSettings(
-        method="transmla",
-        kv_ratio=ratio,
-        rope_dim=rope,
-        freqfold=2,
-        calibration_length=512,
-        recall=0.0,
-        held_out=1,
-    )
-    _, result, _ = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
-    assert result == pytest.approx(published, rel=0.1)
+OWN, LLAMA = "SurgeryForCausalLM", "LlamaForCausalLM"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "loads_as", "increase", "recall"),
     [
-        (KVHeadsSettings(kv_heads=2), "LlamaForCausalLM", 0.14, 0.75),
-        (KVHeadsSettings(kv_heads=1), "LlamaForCausalLM", 0.35, 0.6),
-        (LowRankSettings(kv_ratio=0.5), "SurgeryForCausalLM", 0.001, 0.83),
-        (LowRankSettings(kv_ratio=0.25), "SurgeryForCausalLM", 0.015, 0.83),
-        (LowRankSettings(kv_ratio=0.125), "SurgeryForCausalLM", 0.22, 0.75),
+        (ConvertSettings(kv_ratio=0.5), OWN, 0.013, 0.83),
+        (ConvertSettings(kv_ratio=0.25), OWN, 0.11, 0.40),
+        (ConvertSettings(kv_ratio=0.125), OWN, 0.8, 0.0),
+        (KVHeadsSettings(kv_heads=2), LLAMA, 0.14, 0.75),
+        (KVHeadsSettings(kv_heads=1), LLAMA, 0.35, 0.6),
+        (LowRankSettings(kv_ratio=0.5), OWN, 0.001, 0.83),
+        (LowRankSettings(kv_ratio=0.25), OWN, 0.015, 0.83),
+        (LowRankSettings(kv_ratio=0.125), OWN, 0.22, 0.75),
+        # Shared bases beat low rank, which has +0.06 there.
+        (CrossLayerSettings(kv_ratio=0.125, group_size=2, block=32), OWN, 0.05, 0.75),
+        (CrossLayerSettings(kv_ratio=0.125, group_size=3, block=32), OWN, 0.03, 0.75),
     ],
 )
-def test_fewer_heads_and_low_rank(measure, tmp_path, settings, loads_as, increase, recall):
+def test_a_conversion_loses_no_more_than_it_did(measure, tmp_path, settings, loads_as, increase, recall):
     loaded_as, result, found_recall = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
-    assert loaded_as == loads_as and result <= increase and found_recall >= recall
+    assert loaded_as == loads_as and result <= increase and found_recall >= recall - 1e-9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group_size", "increase"), [(2, 0.05), (3, 0.03)])
-def test_shared_bases_beat_low_rank_at_an_eighth(measure, tmp_path, group_size, increase):
-    settings = CrossLayerSettings(kv_ratio=0.125, group_size=group_size, block=32)
-    _, result, recall = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
-    assert result <= increase  # low rank has +0.06 there
-    assert recall >= 0.75
+@pytest.mark.parametrize(("ratio", "rope", "published"), [(0.5, 32, 0.136), (0.25, 32, 0.327), (0.125, 16, 1.16)])
+def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio, rope, published):
+    """The comparison is fair: measured with its public code at the same settings, 48 x 512 tokens of plain text."""
+    settings = ConvertSettings(
+        method="transmla", kv_ratio=ratio, rope_dim=rope, freqfold=2, calibration_length=512, recall=0.0, held_out=1
+    )
+    _, result, _ = measure(convert_checkpoint(DEMO, tmp_path / "out", settings).path)
+    assert result == pytest.approx(published, rel=0.1)
 
 
 @pytest.mark.slow

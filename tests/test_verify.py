@@ -12,7 +12,7 @@ from hostile import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import SHORT_TEXT
 
 import surgery
 from surgery.checkpoint.file_hashes import hash_files
@@ -22,17 +22,12 @@ from surgery.structures.registry import find_target
 from surgery.verification.record import Recorded, compare_files
 
 OLD = Path(__file__).with_name("old_checkpoints")
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-KINDS = {
-    "mla": {"kv_ratio": 0.5},
-    "gqa": {"kv_heads": 1},
-    "lowrank": {"kv_ratio": 0.2, "bits": "auto"},
-}
+KINDS = {"mla": {"kv_ratio": 0.5}, "gqa": {"kv_heads": 1}, "lowrank": {"kv_ratio": 0.2, "bits": "auto"}}
 
 
 @pytest.fixture
 def converted(conversions):
-    return lambda kind: conversions("llama", find_target(kind).settings({**TEXT, **KINDS[kind]})).path
+    return lambda kind: conversions("llama", find_target(kind).settings({**SHORT_TEXT, **KINDS[kind]})).path
 
 
 @pytest.fixture
@@ -162,19 +157,20 @@ def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):
     assert errors.splitlines()[-1].startswith(f"surgery: error: {path}: ")
 
 
-def test_a_config_of_other_shapes_is_one_line(copy, monkeypatch, capsys):
-    path = copy("gqa")
-    edit_config(path, num_key_value_heads=2)
-    code, output, errors = run_main(monkeypatch, capsys, "verify", path)
-    assert (code, output) == (1, "") and "k_proj.weight has shape" in errors.splitlines()[-1]
-
-
-def test_a_truncated_file_is_one_line(copy, monkeypatch, capsys):
-    path = copy("gqa")
+def truncate(path):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(partial(edit_config, num_key_value_heads=2), "k_proj.weight has shape"), (truncate, "model.safetensors")],
+)
+def test_what_cannot_be_read_is_one_line(copy, damage, words, monkeypatch, capsys):
+    path = copy("gqa")
+    damage(path)
     code, output, errors = run_main(monkeypatch, capsys, "verify", path)
-    assert (code, output) == (1, "") and "model.safetensors" in errors.splitlines()[-1]
+    assert (code, output) == (1, "") and words in errors.splitlines()[-1]
 
 
 READ = ("modeling_evil.py", "code.PY", "x.so", "x.so.1", "lib.dll", "a/b/m.pyc", "custom_generate/generate.txt")

@@ -24,18 +24,7 @@ from surgery.eval.report import markdown as report_markdown
 from surgery.eval.report import page
 
 DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-COMMANDS = [
-    "\x1b[2J",
-    "\x1b]0;x\x07",
-    "\x9b31m",
-    "\r",
-    "\x08",
-    "\u202e",
-    "\u2066",
-    "\u2028",
-    "\udcff",
-    "\U000e0041",
-]
+COMMANDS = ["\x1b[2J", "\x1b]0;x\x07", "\x9b31m", "\r", "\x08", "\u202e", "\u2066", "\u2028", "\udcff", "\U000e0041"]
 NAMES = st.lists(st.sampled_from(COMMANDS) | st.text(max_size=4), min_size=1, max_size=5).map("".join)
 
 

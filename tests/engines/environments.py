@@ -3,8 +3,6 @@
 They lie in ``$SURGERY_ENGINES``, or below the user's cache. What cannot be installed is said, its tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """Random checkpoints of the custom model class: MLA with any frequencies, ranks by layer, biases, norms; KV heads by
 layer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial
@@ -10,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-from tiny_models import DEMO, SHAPE
+from tiny_models import SHAPE, add_tokenizer
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
@@ -130,10 +128,7 @@ IN_BITS = {
     "qwen2_rows": (lambda: Qwen2Config(**SHAPE), ROWS[::-1]),
     "qwen3_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**entry, "key_norm_eps": 1e-6} for entry in ROWS]),
     "llama_head_rows": (lambda: LlamaConfig(**SHAPE), HEAD_ROWS[:1] * 2),
-    "qwen3_head_rows": (
-        lambda: Qwen3Config(**SHAPE, head_dim=16),
-        [{**HEAD_ROWS[1], "key_norm_eps": 1e-6}] * 2,
-    ),
+    "qwen3_head_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**HEAD_ROWS[1], "key_norm_eps": 1e-6}] * 2),
     "llama_low_rank_rows": (lambda: LlamaConfig(**SHAPE), CASCADE[::3]),
     "llama_heads_apart_rows": (lambda: LlamaConfig(**SHAPE), [HEADS_APART] * 2),
     "llama_cascade_rows": (lambda: LlamaConfig(**SHAPE | {"num_hidden_layers": 4}), CASCADE),
@@ -214,6 +209,5 @@ def make(name: str, folder: Path) -> Path:
                 pairs = module.quantizer.step[module.kv_lora_rank :].view(-1, 2)
                 pairs[:, 1] = pairs[:, 0]
     model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, folder / file)
+    add_tokenizer(folder)
     return folder

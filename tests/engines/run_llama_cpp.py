@@ -30,16 +30,8 @@ def main(request_path: str, answer_path: str) -> None:
     server = xllamacpp.Server(params)
     answer = {"tokens": [], "logprobs": [], "prompt_tokens": [], "counts": []}
     for prompt in request["prompts"]:
-        message = server.handle_completions(
-            {
-                "prompt": prompt,
-                "n_predict": request["new_tokens"],
-                "temperature": 0.0,
-                "n_probs": 1,
-                "cache_prompt": False,
-                "ignore_eos": True,
-            }
-        )
+        settings = {"n_predict": request["new_tokens"], "temperature": 0.0, "n_probs": 1, "cache_prompt": False}
+        message = server.handle_completions({**settings, "prompt": prompt, "ignore_eos": True})
         steps = message["choices"][0]["logprobs"]["content"]
         answer["tokens"].append([step["id"] for step in steps])
         answer["logprobs"].append([step["logprob"] for step in steps])
@@ -55,14 +47,8 @@ def losses(server: xllamacpp.Server, text: list[int], vocabulary: int) -> list[f
     the next."""
     results = []
     for position in range(1, len(text)):
-        settings = {
-            "prompt": text[:position],
-            "n_predict": 1,
-            "n_probs": vocabulary,
-            "cache_prompt": True,
-            "temperature": 0.0,
-        }
-        message = server.handle_completions({**settings, "ignore_eos": False})
+        settings = {"n_predict": 1, "temperature": 0.0, "n_probs": vocabulary, "cache_prompt": True}
+        message = server.handle_completions({**settings, "prompt": text[:position], "ignore_eos": False})
         steps = (message["choices"][0].get("logprobs") or {}).get("content")
         if not steps:
             results.append(None)  # what it would have written ends within a character, of which it says nothing

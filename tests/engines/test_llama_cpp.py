@@ -1,7 +1,5 @@
 """llama.cpp, prebuilt, runs what `surgery export` writes: the tokens of transformers, and a cache of latents."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """mlx-lm, whose backend for CPUs is prebuilt for Linux too, runs what conversions write."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

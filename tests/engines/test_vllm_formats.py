@@ -1,7 +1,5 @@
 """The caches of vLLM that evaluations simulate, against vLLM's own kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine_cases import run

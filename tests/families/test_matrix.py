@@ -7,10 +7,11 @@ import pytest
 import torch
 from config_files import edit_config
 from conversions import STRUCTURE_TARGETS, convert_checkpoint
+from decoding import after_padding, in_pieces
 from loading import run_elsewhere
 from safetensors.torch import load_file, save_file
-from tiny_models import ALL, FAMILIES, HELD_OUT
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from tiny_models import ALL, FAMILIES, SHORT_TEXT, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from surgery.checkpoint import CheckpointReader
@@ -26,15 +27,14 @@ from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.quantized.settings import QuantizedSettings
 
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 BATCH = {"batch_size": 2}
 STRUCTURES: dict[str, Callable] = {
-    "mla": lambda: ConvertSettings(**TEXT, **BATCH, kv_ratio=0.5, latent_norm="tiny"),
-    "gqa": lambda: KVHeadsSettings(**TEXT, **BATCH),
-    "lowrank": lambda: LowRankSettings(**TEXT, **BATCH, kv_ratio=0.5),
-    "crosslayer": lambda: CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=16, batch_size=2),
+    "mla": lambda: ConvertSettings(**SHORT_TEXT, **BATCH, kv_ratio=0.5, latent_norm="tiny"),
+    "gqa": lambda: KVHeadsSettings(**SHORT_TEXT, **BATCH),
+    "lowrank": lambda: LowRankSettings(**SHORT_TEXT, **BATCH, kv_ratio=0.5),
+    "crosslayer": lambda: CrossLayerSettings(**SHORT_TEXT, method="xkv", group_size=2, block=16, batch_size=2),
     "hybrid": lambda: HybridSettings(calibration="none", streaming=1.0, sinks=2, recent=6),
-    "quantized": lambda: QuantizedSettings(**TEXT, **BATCH, bits=8),
+    "quantized": lambda: QuantizedSettings(**SHORT_TEXT, **BATCH, bits=8),
 }
 WINDOWED = "mla", "gqa", "lowrank"
 """Targets that take sliding windows, and layers that keep a state."""
@@ -43,52 +43,39 @@ ALL_SLIDE = "starcoder2_window", "phi3_window"
 
 FIRST = {
     "falcon3": ("mla",),
-    "granite": (),
     "seed_oss": ("gqa",),
-    "ministral_window": (),
     "smollm3": ("lowrank",),
-    "glm": (),
     "glm4": ("mla",),
     "cohere": ("crosslayer",),
     "cohere2_window": ("lowrank",),
     "stablelm": ("quantized",),
     "starcoder2": ("mla",),
-    "starcoder2_window": (),
-    "gemma2": (),
     "gemma2_window": ("mla",),
     "gemma3_window": ("mla",),
-    "gpt_oss": (),
     "gpt_oss_window": ("gqa",),
-    "phi3": (),
     "phi3_window": ("gqa",),
     "olmo2": ("lowrank",),
     "ministral3": ("mla", "hybrid"),
-    "olmo3_window": (),
     "llama4_window": ("mla",),
-    "llama4_plain_window": (),
     "qwen3_next_state": ("lowrank",),
     "qwen3_5_state": ("mla",),
-    "qwen3_5_moe_state": (),
     "gpt_neox": ("gqa",),
-    "gpt_neox_sequential": (),
     "gpt2": ("lowrank",),
-    "phi4_mini": (),
-    "gemma": (),
-    "granite4": (),
     "granite4_state": ("mla",),
-    "glm4_moe": (),
-    "glm4_moe_norm": (),
-    "internlm3": (),
     "apertus": ("crosslayer",),
-    "arcee": (),
-    "dots1": (),
-    "ernie4_5": (),
-    "granitemoe": (),
     "helium": ("mla",),
-    "jais2": (),
     "nemotron": ("lowrank",),
     "qwen2_moe": ("lowrank",),
 }
+FIRST |= dict.fromkeys(
+    (
+        *("granite", "ministral_window", "glm", "starcoder2_window", "gemma2", "gpt_oss", "phi3"),
+        *("olmo3_window", "llama4_plain_window", "qwen3_5_moe_state", "gpt_neox_sequential", "phi4_mini"),
+        *("gemma", "granite4", "glm4_moe", "glm4_moe_norm", "internlm3", "arcee", "dots1", "ernie4_5"),
+        *("granitemoe", "jais2"),
+    ),
+    (),
+)
 """What each family is tested in by default: where what is its own meets what a structure does.
 
 Granite's multipliers are granite4_state's, gemma's norms and embeddings gemma2_window's; tests/families/test_anatomy.py
@@ -173,26 +160,19 @@ def test_a_family_in_a_structure(checkpoints, tmp_path, name, to):
     if to == "gqa" and name not in READ_AS_OTHERS:
         own = AutoConfig.from_pretrained(checkpoints(name)).model_type
         assert model.config.model_type == ("surgery" if own in DECODERS else own)
-    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((11, 7, 5, 1), dim=1)]
+    text = tokens(2, 24)
+    whole = model(text, use_cache=False).logits
     close = {"rtol": 0, "atol": (1e-2 if to == "quantized" else 1e-4) * float(whole.abs().max())}
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **close)
+    torch.testing.assert_close(in_pieces(model, text)[0], whole, **close)
 
     if (name, to) in ELSEWHERE or to not in FIRST[name]:
         stock = not hasattr(model.config, "attention_layers")
-        logits, cached, _ = run_elsewhere(result.path, tokens, tmp_path, trust=not stock)
+        logits, cached, _ = run_elsewhere(result.path, text, tmp_path, trust=not stock)
         torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(cached, whole, **close)
 
-    if to == "crosslayer":
-        return  # blocks end at cache positions, which padding moves: other tokens are exact
-    padded = torch.cat([torch.full((2, 5), 2), tokens], dim=1)
-    mask = torch.ones_like(padded)
-    mask[:, :5] = 0
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:]
-    torch.testing.assert_close(shifted, whole, **close)
+    if to != "crosslayer":  # whose blocks end at cache positions, which padding moves: other tokens are exact
+        torch.testing.assert_close(after_padding(model, text), whole, **close)
 
 
 ROWS = {"kv_ratio": 0.5, "bits": "auto"}
@@ -200,7 +180,10 @@ ROWS = {"kv_ratio": 0.5, "bits": "auto"}
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("gpt_oss_window", ConvertSettings(**TEXT, **ROWS)), ("llama4_window", QuantizedSettings(**TEXT, bits=8))],
+    [
+        ("gpt_oss_window", ConvertSettings(**SHORT_TEXT, **ROWS)),
+        ("llama4_window", QuantizedSettings(**SHORT_TEXT, bits=8)),
+    ],
 )
 @torch.no_grad()
 def test_windows_keep_their_cache_next_to_rows(checkpoints, tmp_path, name, settings):
@@ -208,30 +191,24 @@ def test_windows_keep_their_cache_next_to_rows(checkpoints, tmp_path, name, sett
     kv, limit = result.report.kv, {"gpt_oss_window": 15, "llama4_window": 79}[name]
     assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] < kv["source_bytes_per_token"]
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    tokens = torch.randint(3, 4096, (2, limit + 9), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=cache).logits for part in tokens.split((limit, 6, 1, 1, 1), dim=1)]
+    text = tokens(2, limit + 9)
+    whole, (pieces, cache) = model(text, use_cache=False).logits, in_pieces(model, text, (limit, 6, 1, 1, 1))
     close = {"rtol": 0, "atol": 1e-2 * float(whole.abs().max())}  # a value may round to its other neighbor
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **close)
+    torch.testing.assert_close(pieces, whole, **close)
     slides = [layer.keys.shape[-2] for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
     assert slides and set(slides) == {limit}
     assert cache_bytes(cache) == model.kv_cache_bytes(batch=2, tokens=limit + 9)
     reserved = model.reserved_cache(tokens=5)
-    assert model(tokens[:, :5], past_key_values=reserved).past_key_values is reserved
-    if name == "llama4_window":
-        return  # padding moves its chunks, in its own class too
-    padded = torch.cat([torch.full((2, 5), 2), tokens], dim=1)
-    mask = (padded.cumsum(1) > 10).long()
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    shifted = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 5:]
-    torch.testing.assert_close(shifted, whole, **close)
+    assert model(text[:, :5], past_key_values=reserved).past_key_values is reserved
+    if name != "llama4_window":  # padding moves its chunks, in its own class too
+        torch.testing.assert_close(after_padding(model, text, use_cache=False), whole, **close)
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3_5_state", "granite4_state"])
 def test_rows_of_windows_and_next_to_states_are_refused_before_any_work(checkpoints, monkeypatch, tmp_path, name):
     monkeypatch.setattr(converter, "load_texts", None)
     with pytest.raises(SurgeryError, match="needs full attention in every converted layer"):
-        convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**TEXT, **ROWS))
+        convert_checkpoint(checkpoints(name), tmp_path / "out", ConvertSettings(**SHORT_TEXT, **ROWS))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,7 +236,7 @@ def test_what_a_structure_cannot_do_for_a_family_is_refused(checkpoints, tmp_pat
     ],
 )
 def test_texts_over_what_is_simulated_are_refused(checkpoints, tmp_path, name, reason):
-    settings = LowRankSettings(**{**TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)
+    settings = LowRankSettings(**{**SHORT_TEXT, "calibration_tokens": 512, "calibration_length": 256}, kv_ratio=0.5)
     with pytest.raises(SurgeryError, match=f"256 tokens: .*{reason}"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,11 @@
 """The way from gpt-oss in MXFP4, as it is published, to a checkpoint that converts: the one that the refusal names."""
 
-import shutil
-
 import pytest
 import torch
 from config_files import edit_config
 from conversions import convert_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, DEMO, random_model
+from tiny_models import CONFIGS, add_tokenizer, random_model
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from surgery.common.errors import SurgeryError
@@ -47,8 +45,7 @@ def test_experts_in_mxfp4_become_bfloat16(tmp_path):
         packed, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     )
     model.save_pretrained(plain, save_original_format=False)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, plain / file)
+    add_tokenizer(plain)
     tokens = torch.randint(3, 4096, (1, 30), generator=torch.Generator().manual_seed(0))
     again = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
     assert torch.equal(again(tokens).logits, model(tokens).logits)

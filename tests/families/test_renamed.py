@@ -11,6 +11,7 @@ import torch
 from command_line import run_main
 from config_files import edit_config
 from conversions import convert_checkpoint
+from decoding import after_padding
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM
@@ -106,11 +107,7 @@ def test_the_custom_class_is_a_model_like_others(name, kind):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(tokens).logits, want)
     # Padding of whole blocks moves no block, and positions, learned ones too, are those that are given.
-    padded = torch.cat([torch.full((1, 8), 2), tokens], dim=1)
-    mask = (torch.arange(48) >= 8).long()[None]
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 8:]
-    torch.testing.assert_close(shifted, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after_padding(model, tokens, 8), want, rtol=1e-4, atol=1e-4)
     if kind != "cross_layer":
         model.set_attn_implementation("eager")
         records = model(tokens, output_attentions=True, output_hidden_states=True)

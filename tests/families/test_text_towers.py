@@ -11,7 +11,7 @@ from conversions import convert_checkpoint
 from healing import trained_here
 from picture_models import IMAGE, as_early_qwen, check_caches, loaded, prompt
 from safetensors.torch import load_file, save_file
-from tiny_models import HELD_OUT
+from tiny_models import HELD_OUT, SHORT_TEXT
 
 from surgery.common.errors import SurgeryError
 from surgery.engines.verdict import LOADS, NOT_TRIED
@@ -27,8 +27,7 @@ from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
 
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-HALF = KVHeadsSettings(**TEXT, batch_size=2)
+HALF = KVHeadsSettings(**SHORT_TEXT, batch_size=2)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -95,7 +94,7 @@ def test_heads_are_merged_and_pictures_still_work(picture_models, merged, tmp_pa
 
 @torch.no_grad()
 def test_latents_become_fewer_and_pictures_still_work(picture_models, tmp_path):
-    source, request = picture_models(MLA_INSIDE), ConvertSettings(**TEXT, kv_lora_rank=12)
+    source, request = picture_models(MLA_INSIDE), ConvertSettings(**SHORT_TEXT, kv_lora_rank=12)
     forecast, result = (
         plan_conversion(source, tmp_path / "forecast", request),
         convert_checkpoint(source, None, request),
@@ -145,7 +144,7 @@ def test_heads_that_say_the_same_merge_exactly_next_to_pictures(picture_models, 
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     if name == "qwen2_5_vl":
         as_early_qwen(source)
-    result = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(**TEXT, batch_size=2))
+    result = convert_checkpoint(source, tmp_path / "out", KVHeadsSettings(**SHORT_TEXT, batch_size=2))
     inputs = prompt(name)
     before, after = (loaded(folder)(**inputs).logits for folder in (source, result.path))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4 * float(before.abs().max()))
@@ -191,11 +190,9 @@ def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"allocate": "spectrum"}, {"carrier": "own"}, {"method": "key-norm"}, {"engine": "vllm"}],
-    ids=str,
+    "settings", [{"allocate": "spectrum"}, {"carrier": "own"}, {"method": "key-norm"}, {"engine": "vllm"}], ids=str
 )
 def test_what_would_be_of_another_class_is_refused(picture_models, tmp_path, settings):
     with pytest.raises(SurgeryError, match="keeps its class"):
-        convert_checkpoint(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**TEXT, **settings))
+        convert_checkpoint(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**SHORT_TEXT, **settings))
     assert list(tmp_path.iterdir()) == []

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from conversions import convert_checkpoint
-from tiny_models import CONFIGS, HELD_OUT, add_tokenizer, random_model
+from decoding import in_pieces
+from tiny_models import CONFIGS, SHORT_TEXT, add_tokenizer, random_model, tokens
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    DynamicCache,
 )
 
 from surgery.common.errors import SurgeryError
@@ -22,11 +22,10 @@ from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 STRUCTURES = {
-    "mla": ConvertSettings(**TEXT, kv_ratio=0.5, latent_norm="tiny"),
-    "lowrank": LowRankSettings(**TEXT, kv_ratio=0.5),
-    "crosslayer": CrossLayerSettings(**TEXT, method="xkv", group_size=2, block=16),
+    "mla": ConvertSettings(**SHORT_TEXT, kv_ratio=0.5, latent_norm="tiny"),
+    "lowrank": LowRankSettings(**SHORT_TEXT, kv_ratio=0.5),
+    "crosslayer": CrossLayerSettings(**SHORT_TEXT, method="xkv", group_size=2, block=16),
     "hybrid": HybridSettings(calibration="none", streaming=1.0, sinks=2, recent=6),
 }
 FULL = ["full_attention"] * 2
@@ -71,10 +70,9 @@ def test_a_family_file_suffices(new_family, tmp_path, part, to):
     model = AutoModelForCausalLM.from_pretrained(result.path).eval()
     written = {"no RoPE": [1, 0]}.get(part)
     assert getattr(model.config, "no_rope_layers", None) == written
-    tokens = torch.randint(3, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
-    pieces = [model(each, past_key_values=cache).logits for each in tokens.split((11, 7, 5, 1), dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
+    whole = model(tokens(2, 24), use_cache=False).logits
+    pieces, _ = in_pieces(model, tokens(2, 24))
+    torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
 
 
 @pytest.mark.parametrize("part", ["sinks", "gate"])

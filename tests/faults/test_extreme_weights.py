@@ -1,6 +1,7 @@
 """Weights that are not finite, or so large that the model overflows: one line that names the tensor."""
 
 import shutil
+from itertools import product
 
 import pytest
 from command_line import run_main
@@ -22,26 +23,16 @@ SHORT = ("--calibration", HELD_OUT, "--calibration-tokens", 512, "--calibration-
 COMMANDS = {
     "low rank": ("convert", "bad", "--to", "lowrank", "--kv-ratio", 0.5, "--out", "out", *SHORT),
     "MLA": ("convert", "bad", "--to", "mla", "--kv-ratio", 0.5, "--out", "out", "--calibration", "none"),
-    "heads": (
-        "heads",
-        "bad",
-        "--method",
-        "induction",
-        "--length",
-        200,
-        "--sinks",
-        4,
-        "--window",
-        32,
-        "--out",
-        HEADS,
-    ),
+    "heads": ("heads", "bad", "--method", "induction", "--length", 200, "--sinks", 4, "--window", 32, "--out", HEADS),
     "eval": ("eval", "bad", "--tasks", "loss", "--length", 64, "--windows", 2, "--device", "cpu", "--out", "results"),
     "verify": ("verify", "bad"),
 }
 QUICK = [("low rank", tensor, value) for tensor in TENSORS for value in ("nan", "1e38")]
 QUICK += [(command, "MLP", "1e38") for command in COMMANDS if command != "low rank"]
-SLOW = [(c, t, v) for c in COMMANDS for t in TENSORS for v in ("inf", "nan", "1e38") if (c, t, v) not in QUICK]
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in product(COMMANDS, TENSORS, ("inf", "nan", "1e38"))
+]
 
 
 def make_bad(folder, tensor, value):
@@ -52,10 +43,11 @@ def make_bad(folder, tensor, value):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def check(monkeypatch, capsys, source, folder, command, tensor, value):
-    shutil.copytree(source, folder / "bad")
-    make_bad(folder / "bad", tensor, value)
-    monkeypatch.chdir(folder)
+@pytest.mark.parametrize(("command", "tensor", "value"), CASES)
+def test_the_tensor_is_named(monkeypatch, capsys, checkpoints, tmp_path, command, tensor, value):
+    shutil.copytree(checkpoints("llama"), tmp_path / "bad")
+    make_bad(tmp_path / "bad", tensor, value)
+    monkeypatch.chdir(tmp_path)
     code, _, errors = run_main(monkeypatch, capsys, *COMMANDS[command], "--quiet")
     assert code in (0, 1) and "Traceback" not in errors, errors
     if code == 0 and command == "heads":  # which looks at queries and keys
@@ -66,19 +58,7 @@ def check(monkeypatch, capsys, source, folder, command, tensor, value):
         return
     line = errors.strip().splitlines()[-1]
     module = TENSORS[tensor].removesuffix(".weight").rpartition(".")[2]
-    assert line.startswith("surgery: error: ") and module in line and not (folder / "out").exists()
-
-
-@pytest.mark.parametrize(("command", "tensor", "value"), QUICK)
-def test_the_tensor_is_named(monkeypatch, capsys, checkpoints, tmp_path, command, tensor, value):
-    """The matrix of kinds of tensors, values and commands; most of it is slow."""
-    check(monkeypatch, capsys, checkpoints("llama"), tmp_path, command, tensor, value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "tensor", "value"), SLOW)
-def test_the_tensor_is_named_by_every_command(monkeypatch, capsys, checkpoints, tmp_path, command, tensor, value):
-    check(monkeypatch, capsys, checkpoints("llama"), tmp_path, command, tensor, value)
+    assert line.startswith("surgery: error: ") and module in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", [1e18, 1e38])

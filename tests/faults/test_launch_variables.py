@@ -64,8 +64,3 @@ def test_others_wait_for_it(world):
         check_launch()
     with pytest.raises(SurgeryError, match="does not answer"):
         check_launch()
-
-
-def test_no_launcher(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Processes(cpu=True).count == 1

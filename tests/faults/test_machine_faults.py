@@ -49,25 +49,16 @@ def no_memory(monkeypatch):
         torch.zeros(2**28)
 
 
-@pytest.mark.parametrize("fault", [no_thread, no_memory])
-def test_a_command_ends_in_one_line(fault, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(inspection, "show_inspection", lambda *arguments, **options: fault(monkeypatch))
-    from tiny_models import make_checkpoint
-
-    code, _, errors = run_main(monkeypatch, capsys, "inspect", make_checkpoint(tmp_path / "llama", "llama"), "--quiet")
-    assert code == 1 and errors.startswith("surgery: error: ") and errors.count("\n") == 1
-
-
 class PanicException(BaseException):
     """PanicException like pyo3's: no Exception."""
 
 
-def test_panics_of_rust(monkeypatch, capsys, tmp_path):
-    def fault(*arguments, **options):
-        raise PanicException("called `Result::unwrap()` on an `Err` value")
+def panic(monkeypatch):
+    raise PanicException("called `Result::unwrap()` on an `Err` value")
 
-    monkeypatch.setattr(inspection, "show_inspection", fault)
-    from tiny_models import make_checkpoint
 
-    code, _, errors = run_main(monkeypatch, capsys, "inspect", make_checkpoint(tmp_path / "llama", "llama"), "--quiet")
-    assert code == 1 and "tokenizer" in errors and errors.count("\n") == 1
+@pytest.mark.parametrize(("fault", "words"), [(no_thread, ""), (no_memory, "memory"), (panic, "tokenizer")])
+def test_a_command_ends_in_one_line(fault, words, checkpoints, monkeypatch, capsys):
+    monkeypatch.setattr(inspection, "show_inspection", lambda *arguments, **options: fault(monkeypatch))
+    code, _, errors = run_main(monkeypatch, capsys, "inspect", checkpoints("llama"), "--quiet")
+    assert code == 1 and errors.startswith("surgery: error: ") and errors.count("\n") == 1 and words in errors

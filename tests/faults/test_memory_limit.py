@@ -1,7 +1,6 @@
 """A conversion in a control group with too little memory: the kernel ends it, and it goes on to the same bits."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -10,22 +9,14 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT
+from conversions import results
 from processes import AT_ONCE
 
 from surgery.checkpoint.staging import MARKER, UNFINISHED
 
 pytestmark = pytest.mark.slow
 
-TEXT = [
-    "--calibration-tokens",
-    "131072",
-    "--calibration-length",
-    "256",
-    "--held-out",
-    "1",
-    "--kv-ratio",
-    "0.5",
-]
+TEXT = ["--calibration-tokens", "131072", "--calibration-length", "256", "--held-out", "1", "--kv-ratio", "0.5"]
 WIDE = ["--batch-size", "512"]  # of 512 sequences, whose activations under autograd take half a gigabyte
 TOO_LITTLE = 640 * 2**20
 
@@ -60,11 +51,6 @@ def convert(source, out, group=None):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = ["sh", "-c", enter + 'exec "$@"', "sh", *map(str, command)]
     return subprocess.run(script, capture_output=True, text=True, env=environment)
-
-
-def results(out):
-    report = json.loads((out / "surgery_report.json").read_text())
-    return (out / "model.safetensors").read_bytes(), [report[name] for name in ("layers", "ladder", "target")]
 
 
 def test_ended_by_the_kernel_and_run_again(checkpoints, tmp_path, limited):

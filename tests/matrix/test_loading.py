@@ -262,15 +262,21 @@ def named_modules(model: torch.nn.Module) -> list[str]:
 @each_quick_model
 @pytest.mark.parametrize("target", ["all-linear", "named"])
 def test_adapters_of_peft_train_and_merge(target, name):
+    model, _ = model_and_logits(name)
+    check_adapters(model, name, target_modules=target if target == "all-linear" else named_modules(model))
+
+
+def check_adapters(model: PreTrainedModel, name: str, **targets) -> list[str]:
+    """Adapters of PEFT train, and merged they compute the same; gives the names of what trains."""
     from peft import LoraConfig, get_peft_model
 
-    model, _ = model_and_logits(name)
-    targets = target if target == "all-linear" else named_modules(model)
-    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=targets)).train()
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, **targets)).train()
     stir_adapters(adapted)
     assert without_gradient(adapted, name) == []
+    trained = list(gradients(adapted, name))
     expected = logits(adapted.eval(), name)
     agree(logits(adapted.merge_and_unload(), name), expected, 1e-4)
+    return trained
 
 
 def stir_adapters(model: torch.nn.Module) -> None:
@@ -306,19 +312,11 @@ def test_names_for_adapters_are_those_of_the_modules(name):
 
 @pytest.mark.parametrize("name", ["low_rank", "blocks", "streaming_blocks"])
 def test_adapters_of_parameters_train_and_merge(name):
-    from peft import LoraConfig, get_peft_model
-
     model, _ = model_and_logits(name)
     targets = targets_of(model)
-    adapted = get_peft_model(
-        model,
-        LoraConfig(r=2, target_modules=list(targets["modules"]), target_parameters=list(targets["parameters"])),
-    ).train()
-    stir_adapters(adapted)
-    assert without_gradient(adapted, name) == []
-    assert sum("_up." in key for key in gradients(adapted, name)) == 2 * sum(targets["parameters"].values())
-    expected = logits(adapted.eval(), name)
-    agree(logits(adapted.merge_and_unload(), name), expected, 1e-4)
+    modules, parameters = list(targets["modules"]), list(targets["parameters"])
+    adapted = check_adapters(model, name, target_modules=modules, target_parameters=parameters)
+    assert sum("_up." in key for key in adapted) == 2 * sum(targets["parameters"].values())
 
 
 def test_usual_names_that_adapt_nothing_are_told():

@@ -4,8 +4,6 @@ Triton carries its own ptxas, so a CPU is enough. The facts are those of the lau
 pointers, strides and sizes is told to the compiler as it would be on the device.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile
@@ -108,14 +106,8 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int, int]:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx, encoding="utf-8")
         name = f"sm_{capability}" + ("a" if capability == 90 else "")
-        command = [
-            get_ptxas(capability).path,
-            "-v",
-            f"--gpu-name={name}",
-            str(file),
-            "-o",
-            str(Path(folder) / "kernel.cubin"),
-        ]
+        options = ["-v", f"--gpu-name={name}", "-o", str(Path(folder) / "kernel.cubin")]
+        command = [get_ptxas(capability).path, *options, str(file)]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(f"ptxas: {process.stderr.strip()}")

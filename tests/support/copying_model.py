@@ -5,8 +5,6 @@ thought to follow (Olsson et al., arXiv:2209.11895). So it finds a planted fact 
 tokens with it, at any length, and knows nothing else.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn

@@ -4,8 +4,6 @@ An operator that mixes this device with the CPU raises there, and so does one th
 a Python backend of torch, which a process keeps once it has it: each check runs in a process of its own.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path

@@ -1,52 +1,22 @@
 """Tiny GGUF files, written with the gguf package as llama.cpp's converter would."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
+import tiny_models
+import transformers as hf
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 from tiny_models import CAPS, DEMO, MULTIPLIERS, random_model
-from transformers import (
-    Cohere2Config,
-    CohereConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GraniteConfig,
-    LlamaConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    SeedOssConfig,
-    SmolLM3Config,
-    StableLmConfig,
-    Starcoder2Config,
-)
+from transformers import PreTrainedModel
 
-SHAPE = {
-    "vocab_size": 4096,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 2,
-    "initializer_range": 0.2,
-}
+SHAPE = {**tiny_models.SHAPE, "hidden_size": 64, "intermediate_size": 96, "rms_norm_eps": 1e-5}
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
-    "llama_bias": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True),
-    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "llama": lambda: hf.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama_bias": lambda: hf.LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True),
+    "qwen2": lambda: hf.Qwen2Config(**SHAPE, tie_word_embeddings=True),
     # transformers' loader knows no other width of qwen3's heads.
-    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=128, tie_word_embeddings=False),
+    "qwen3": lambda: hf.Qwen3Config(**SHAPE, head_dim=128, tie_word_embeddings=False),
 }
 LAYERS = {**SHAPE, "num_hidden_layers": 4}
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -54,13 +24,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LONG = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [3.0, 4.0, 5.0]}
 # Further architectures: other head widths, windows, RoPE and tied or untied embeddings.
 CONFIGS |= {
-    "llama_yarn": lambda: LlamaConfig(**SHAPE, rope_parameters=YARN),
-    "llama_linear": lambda: LlamaConfig(**SHAPE, rope_parameters={**YARN, "rope_type": "linear"}),
-    "gemma": lambda: GemmaConfig(**{**SHAPE, "num_key_value_heads": 1}, head_dim=32, hidden_act="gelu_pytorch_tanh"),
-    "gemma2": lambda: Gemma2Config(
+    "llama_yarn": lambda: hf.LlamaConfig(**SHAPE, rope_parameters=YARN),
+    "llama_linear": lambda: hf.LlamaConfig(**SHAPE, rope_parameters={**YARN, "rope_type": "linear"}),
+    "gemma": lambda: hf.GemmaConfig(**{**SHAPE, "num_key_value_heads": 1}, head_dim=32, hidden_act="gelu_pytorch_tanh"),
+    "gemma2": lambda: hf.Gemma2Config(
         **LAYERS, **{**CAPS, "query_pre_attn_scalar": 24}, head_dim=24, **WINDOWS, tie_word_embeddings=True
     ),
-    "gemma3": lambda: Gemma3TextConfig(
+    "gemma3": lambda: hf.Gemma3TextConfig(
         **LAYERS,
         **WINDOWS,
         head_dim=24,
@@ -70,43 +40,29 @@ CONFIGS |= {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
-    "phi3": lambda: Phi3Config(**SHAPE, sliding_window=16, tie_word_embeddings=False),
-    "phi3_long": lambda: Phi3Config(
+    "phi3": lambda: hf.Phi3Config(**SHAPE, sliding_window=16, tie_word_embeddings=False),
+    "phi3_long": lambda: hf.Phi3Config(
         **SHAPE,
         original_max_position_embeddings=128,
         partial_rotary_factor=0.375,
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.375, **LONG},
     ),
-    "granite": lambda: GraniteConfig(**SHAPE, **MULTIPLIERS),
-    "olmo2": lambda: Olmo2Config(**SHAPE),
-    "smollm3": lambda: SmolLM3Config(**LAYERS),
-    "seed_oss": lambda: SeedOssConfig(**SHAPE, head_dim=32, attention_bias=True, attention_out_bias=False),
-    "starcoder2": lambda: Starcoder2Config(
+    "granite": lambda: hf.GraniteConfig(**SHAPE, **MULTIPLIERS),
+    "olmo2": lambda: hf.Olmo2Config(**SHAPE),
+    "smollm3": lambda: hf.SmolLM3Config(**LAYERS),
+    "seed_oss": lambda: hf.SeedOssConfig(**SHAPE, head_dim=32, attention_bias=True, attention_out_bias=False),
+    "starcoder2": lambda: hf.Starcoder2Config(
         **SHAPE, use_bias=True, sliding_window=None, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True
     ),
-    "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
-    "command-r": lambda: CohereConfig(**SHAPE, logit_scale=0.5),
-    "cohere2": lambda: Cohere2Config(**LAYERS, logit_scale=0.5, **WINDOWS, head_dim=16),
+    "stablelm": lambda: hf.StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "command-r": lambda: hf.CohereConfig(**SHAPE, logit_scale=0.5),
+    "cohere2": lambda: hf.Cohere2Config(**LAYERS, logit_scale=0.5, **WINDOWS, head_dim=16),
 }
 ARCHS = {"gemma3_text": "gemma3", "cohere": "command-r"}
-SPACE = _ = "\u2581"
+SPACE = "\u2581"
 SENTENCEPIECE = {
     "tokenizer.ggml.model": "llama",
-    "tokenizer.ggml.tokens": [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "<0xC3>",
-        "<0xA9>",
-        _,
-        "a",
-        "b",
-        "c",
-        f"{_}a",
-        "ab",
-        "bc",
-        "<|x|>",
-    ],
+    "tokenizer.ggml.tokens": f"<unk> <s> </s> <0xC3> <0xA9> {SPACE} a b c {SPACE}a ab bc <|x|>".split(),
     "tokenizer.ggml.scores": [0.0] * 5 + [-9.0] * 4 + [-3.0, -5.0, -4.0, 0.0],
     "tokenizer.ggml.token_type": [2, 3, 3, 6, 6, *[1] * 7, 3],
 }

@@ -1,7 +1,5 @@
 """Healings of tiny models: settings for one, and what its log says."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Hostile files: how many, what they are made of, and what a reader may do with one."""
 
-from __future__ import annotations
-
 import copy
 import os
 import resource

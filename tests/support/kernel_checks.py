@@ -1,7 +1,5 @@
 """Checks of kernels: against fp64, in poisoned memory, and compiled for GPUs that are not there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

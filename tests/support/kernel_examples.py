@@ -4,8 +4,6 @@ A test file of an operation has `EXAMPLES`, calls by name, and `COMPILED`, which
 both are found here, so that a new operation's tests are one file.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field

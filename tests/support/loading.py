@@ -1,7 +1,5 @@
 """Runs checkpoints in another process, with nothing but torch and transformers, as a stranger would."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

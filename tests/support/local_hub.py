@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face hub that knows what an upload needs; it keeps repositories in memory."""
 
-from __future__ import annotations
-
 import base64
 import json
 from contextlib import contextmanager

@@ -16,19 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 READS = {"tolist", "numpy", "__array__", "cpu"}
 CONSTANTS = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy"}
 # Operators whose result, or its shape, the host has to know: `item`, `int` and `bool` of tensors among them.
-OPERATORS = {
-    "_local_scalar_dense",
-    "allclose",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "nonzero",
-    "nonzero_static",
-    "_unique2",
-    "unique_consecutive",
-    "unique_dim",
-}
+OPERATORS = {"_local_scalar_dense", "allclose", "bincount", "equal", "is_nonzero", "masked_select", "nonzero"}
+OPERATORS |= {"nonzero_static", "_unique2", "unique_consecutive", "unique_dim"}
 INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 COPIES = {"_to_copy", "copy_"}
 TORCH, TRANSFORMERS = str(Path(torch.__file__).parent), "/transformers/"

@@ -1,16 +1,13 @@
 """Tiny random multimodal models with the demo model's tokenizer, and a prompt with a picture for each."""
 
-from __future__ import annotations
-
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hf
 from config_files import config_of, edit_config
 from safetensors.torch import load_file, save_file
 from tiny_models import (
-    DEMO,
     LATENT,
     LATENT_EXPERTS,
     LATENT_YARN,
@@ -21,30 +18,10 @@ from tiny_models import (
     STATE_IN_LAYER_0,
     VISION,
     WINDOW_IN_LAYER_0,
+    add_tokenizer,
 )
 from torch import Tensor
-from transformers import (
-    AutoModelForImageTextToText,
-    CLIPVisionConfig,
-    DynamicCache,
-    Gemma3Config,
-    Llama4Config,
-    Llama4VisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaNextConfig,
-    Ministral3Config,
-    Mistral3Config,
-    Mistral4Config,
-    MistralConfig,
-    PixtralVisionConfig,
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen3_5Config,
-    Qwen3_5MoeConfig,
-    Qwen3VLConfig,
-    Qwen3VLMoeConfig,
-)
+from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedModel
 
 IMAGE = 4000
 """The token in the place of what a picture gives."""
@@ -64,32 +41,32 @@ QWEN_VISION = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_head
 QWEN_VISION |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
 DEEPSTACK = {**QWEN_VISION, "deepstack_visual_indexes": [0, 1]}
 CONFIGS = {
-    "llava": lambda: LlavaConfig(
-        text_config=LlamaConfig(**SHAPE), vision_config=CLIPVisionConfig(**VISION), image_token_index=IMAGE
+    "llava": lambda: hf.LlavaConfig(
+        text_config=hf.LlamaConfig(**SHAPE), vision_config=hf.CLIPVisionConfig(**VISION), image_token_index=IMAGE
     ),
-    "llava_next": lambda: LlavaNextConfig(
-        text_config=MistralConfig(**SHAPE, sliding_window=None),
-        vision_config=CLIPVisionConfig(**VISION),
+    "llava_next": lambda: hf.LlavaNextConfig(
+        text_config=hf.MistralConfig(**SHAPE, sliding_window=None),
+        vision_config=hf.CLIPVisionConfig(**VISION),
         image_token_index=IMAGE,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
-    "llama4": lambda: Llama4Config(
+    "llama4": lambda: hf.Llama4Config(
         text_config={**LLAMA4, "num_local_experts": 2, "use_qk_norm": False},
-        vision_config=Llama4VisionConfig(**LLAMA4_VISION),
+        vision_config=hf.Llama4VisionConfig(**LLAMA4_VISION),
         image_token_index=IMAGE,
     ),
-    "mistral3": lambda: Mistral3Config(
-        text_config=MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
-        vision_config=PixtralVisionConfig(**VISION),
+    "mistral3": lambda: hf.Mistral3Config(
+        text_config=hf.MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
+        vision_config=hf.PixtralVisionConfig(**VISION),
         image_token_index=IMAGE,
     ),
-    "mistral3 of ministral3": lambda: Mistral3Config(
-        text_config=Ministral3Config(**SHAPE, head_dim=16, rope_parameters=SCALED),
-        vision_config=PixtralVisionConfig(**VISION),
+    "mistral3 of ministral3": lambda: hf.Mistral3Config(
+        text_config=hf.Ministral3Config(**SHAPE, head_dim=16, rope_parameters=SCALED),
+        vision_config=hf.PixtralVisionConfig(**VISION),
         image_token_index=IMAGE,
     ),
-    "mistral3 of mistral4": lambda: Mistral3Config(
-        text_config=Mistral4Config(
+    "mistral3 of mistral4": lambda: hf.Mistral3Config(
+        text_config=hf.Mistral4Config(
             **{**LATENT, **LATENT_EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 1},
             rope_parameters={
                 **LATENT_YARN,
@@ -100,10 +77,10 @@ CONFIGS = {
                 "beta_slow": 1.0,
             },
         ),
-        vision_config=PixtralVisionConfig(**VISION),
+        vision_config=hf.PixtralVisionConfig(**VISION),
         image_token_index=IMAGE,
     ),
-    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+    "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
         text_config={**SHAPE, "rope_parameters": MROPE, "tie_word_embeddings": True},
         vision_config={"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
         | {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16}
@@ -111,23 +88,23 @@ CONFIGS = {
         **MARKS,
         tie_word_embeddings=True,
     ),
-    "qwen2_5_vl of many heads": lambda: Qwen2_5_VLConfig(
+    "qwen2_5_vl of many heads": lambda: hf.Qwen2_5_VLConfig(
         text_config={**SHAPE, "num_key_value_heads": 4, "rope_parameters": MROPE},
         vision_config={**QWEN_VISION, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
         **MARKS,
     ),
-    "gemma3": lambda: Gemma3Config(
+    "gemma3": lambda: hf.Gemma3Config(
         text_config={**NARROW, **WINDOW_IN_LAYER_0, "query_pre_attn_scalar": 40, "rope_parameters": ROPE_BY_WINDOW},
         vision_config=VISION,
         **{"mm_tokens_per_image": 4, "image_token_index": IMAGE},
         **{"boi_token_index": IMAGE + 1, "eoi_token_index": IMAGE + 2},
     ),
-    "qwen3_vl": lambda: Qwen3VLConfig(
+    "qwen3_vl": lambda: hf.Qwen3VLConfig(
         text_config={**NARROW, "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}},
         vision_config=DEEPSTACK,
         **MARKS,
     ),
-    "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
+    "qwen3_vl_moe": lambda: hf.Qwen3VLMoeConfig(
         text_config={
             **{**NARROW, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
             **{"mlp_only_layers": [1], "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}},
@@ -135,8 +112,8 @@ CONFIGS = {
         vision_config=DEEPSTACK,
         **MARKS,
     ),
-    "qwen3_5": lambda: Qwen3_5Config(text_config=STATEFUL, vision_config=QWEN_VISION, **MARKS),
-    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+    "qwen3_5": lambda: hf.Qwen3_5Config(text_config=STATEFUL, vision_config=QWEN_VISION, **MARKS),
+    "qwen3_5_moe": lambda: hf.Qwen3_5MoeConfig(
         text_config={**STATEFUL, **SHARED_EXPERT}, vision_config=QWEN_VISION, **MARKS
     ),
 }
@@ -174,8 +151,7 @@ def make_model(folder: Path, name: str) -> Path:
         stored = load_file(folder / "model.safetensors")
         turned = {key: tensor.mT.contiguous() for key, tensor in stored.items() if ".experts." in key}
         save_file(stored | turned, folder / "model.safetensors", {"format": "pt"})
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, folder / file)
+    add_tokenizer(folder)
     return folder
 
 

@@ -3,8 +3,6 @@
 Importing them takes longer than what tests do with them. Where the start of a process is what is tested, start one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

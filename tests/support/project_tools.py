@@ -1,7 +1,5 @@
 """The programs of tools/, which are no package, as modules."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints with matrices quantized as compressed-tensors and DeepSeek store them, packed by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -155,21 +153,13 @@ FORMATS: dict[str, tuple[dict, Callable[[Tensor], dict[str, Tensor]]]] = {
         _compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
         lambda weight: int_packed(weight, 8, weight.shape[1]),
     ),
-    "fp8": (
-        _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-        fp8_by_row,
-    ),
+    "fp8": (_compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}), fp8_by_row),
     "int8 plain": (
         _compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}),
         int8_of_one_scale,
     ),
     "FP8": (
-        {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "weight_block_size": [BLOCK, BLOCK],
-            "activation_scheme": "dynamic",
-        },
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"},
         fp8_by_block,
     ),
 }

@@ -1,7 +1,5 @@
 """Attention layers in float64: of random numbers and no model, and what conversions make of a layer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A whole evaluation report of made-up numbers: every task, every kind of row, and text that wants to break out."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -35,14 +33,7 @@ def sample_report(*, limit: int | None = None, rows: int = len(ROWS)) -> dict:
         "created": "2026-11-20T20:00:00Z",
         "command": "surgery eval mla-2 mla-4 mla-4-healed --baseline gqa --variants int8,int4,pool2,window",
         "title": "demo model: MLA at a half and a quarter",
-        "settings": {
-            "seed": 0,
-            "limit": limit,
-            "batch_size": 8,
-            "dtype": "float32",
-            "device": "cpu",
-            "context": 1024,
-        },
+        "settings": {"seed": 0, "limit": limit, "batch_size": 8, "dtype": "float32", "device": "cpu", "context": 1024},
         "environment": {
             "python": "3.11.9",
             "torch": "2.13.0",
@@ -98,12 +89,7 @@ def _results(rng: random.Random, ratio: float, worse: float, growth: float, *, c
     needle = [[_rate(rng, entries - 0.5 * (n > LIMIT) - 0.1 * (d in (25, 50))) for d in DEPTHS] for n in LENGTHS]
     ruler = {
         str(n): {
-            task: {
-                "score": score,
-                "scores": [score] * 50,
-                "samples": 50,
-                "generated": task.startswith("qa"),
-            }
+            task: {"score": score, "scores": [score] * 50, "samples": 50, "generated": task.startswith("qa")}
             for task in RULER_TASKS
             for score in [max(0.0, entries * rng.uniform(0.2, 0.9) - n / 20_000)]
         }

@@ -1,7 +1,5 @@
 """Scoring sessions on tiny models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Sessions of evaluations for tests, and progress that is remembered in place of being shown."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from typing import Any
 

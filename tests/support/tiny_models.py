@@ -1,65 +1,12 @@
 """Tiny random checkpoints of every family with the demo model's tokenizer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
 import torch
-import transformers
+import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    ApertusConfig,
-    ArceeConfig,
-    AutoModelForCausalLM,
-    Cohere2Config,
-    CohereConfig,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Dots1Config,
-    Ernie4_5Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    Glm4MoeLiteConfig,
-    GlmConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    GraniteMoeHybridConfig,
-    HeliumConfig,
-    Jais2Config,
-    Llama4TextConfig,
-    LlamaConfig,
-    MiniCPM3Config,
-    Ministral3Config,
-    MinistralConfig,
-    MistralConfig,
-    MixtralConfig,
-    NemotronConfig,
-    Olmo2Config,
-    Olmo3Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-    StableLmConfig,
-    Starcoder2Config,
-    YoutuConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 logging.disable_progress_bar()
@@ -67,6 +14,9 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 
 ASSETS = Path(__file__).resolve().parents[2] / "surgery" / "assets"
 DEMO, HELD_OUT = ASSETS / "demo-model", ASSETS / "heldout-stdlib.txt"
+SHORT_TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+SHORT_TEXT_FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SHORT_TEXT.items()]
+"""Text of a calibration for tiny models: as settings, and as options of a command."""
 
 SHAPE = {
     "vocab_size": 4096,
@@ -123,34 +73,34 @@ LLAMA4_VISION = {**VISION, "intermediate_size": 64, "vision_output_dim": 8, "pix
 LLAMA4_VISION |= {"projector_input_dim": 8, "projector_output_dim": 8}
 
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
-    "llama3": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE, head_dim=16),
-    "llama_bias": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-6, attention_bias=True),
-    "mistral": lambda: MistralConfig(**SHAPE, rms_norm_eps=1e-5, sliding_window=None),
-    "mistral_window": lambda: MistralConfig(**SHAPE, sliding_window=16),
-    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen2_window": lambda: Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=1),
-    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16),
-    "mixtral": lambda: MixtralConfig(**SHAPE, **EXPERTS, num_local_experts=4, sliding_window=None),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
+    "llama": lambda: hf.LlamaConfig(**SHAPE, rms_norm_eps=1e-6, tie_word_embeddings=True),
+    "llama3": lambda: hf.LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE, head_dim=16),
+    "llama_bias": lambda: hf.LlamaConfig(**SHAPE, rms_norm_eps=1e-6, attention_bias=True),
+    "mistral": lambda: hf.MistralConfig(**SHAPE, rms_norm_eps=1e-5, sliding_window=None),
+    "mistral_window": lambda: hf.MistralConfig(**SHAPE, sliding_window=16),
+    "qwen2": lambda: hf.Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen2_window": lambda: hf.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    "qwen3": lambda: hf.Qwen3Config(**SHAPE, head_dim=16),
+    "mixtral": lambda: hf.MixtralConfig(**SHAPE, **EXPERTS, num_local_experts=4, sliding_window=None),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
         **SHAPE, **EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=16, mlp_only_layers=[1]
     ),
     # From here on families and shapes whose conversions are tested in tests/families/test_matrix.py.
-    "falcon3": lambda: LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, rms_norm_eps=1e-6, head_dim=32),
-    "granite": lambda: GraniteConfig(**SHAPE, **MULTIPLIERS),
-    "seed_oss": lambda: SeedOssConfig(**SHAPE, head_dim=16, attention_bias=True, attention_out_bias=False),
-    "ministral_window": lambda: MinistralConfig(**SHAPE, head_dim=16, **WINDOW_IN_LAYER_0),
-    "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0]),
-    "glm": lambda: GlmConfig(**SHAPE, head_dim=16, attention_bias=True),
-    "glm4": lambda: Glm4Config(**SHAPE, head_dim=16, attention_bias=True),
-    "cohere": lambda: CohereConfig(**SHAPE, logit_scale=0.5),
-    "cohere2_window": lambda: Cohere2Config(**SHAPE, logit_scale=0.5, head_dim=8, **WINDOW_IN_LAYER_0),
-    "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
-    "starcoder2": lambda: Starcoder2Config(**SHAPE, use_bias=True, sliding_window=None),
-    "starcoder2_window": lambda: Starcoder2Config(**SHAPE, use_bias=True, sliding_window=16),
-    "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=16, **CAPS, layer_types=["full_attention"] * 2),
-    "gemma2_window": lambda: Gemma2Config(**SHAPE, head_dim=16, **CAPS, **WINDOW_IN_LAYER_0),
-    "gemma3_window": lambda: Gemma3TextConfig(
+    "falcon3": lambda: hf.LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, rms_norm_eps=1e-6, head_dim=32),
+    "granite": lambda: hf.GraniteConfig(**SHAPE, **MULTIPLIERS),
+    "seed_oss": lambda: hf.SeedOssConfig(**SHAPE, head_dim=16, attention_bias=True, attention_out_bias=False),
+    "ministral_window": lambda: hf.MinistralConfig(**SHAPE, head_dim=16, **WINDOW_IN_LAYER_0),
+    "smollm3": lambda: hf.SmolLM3Config(**SHAPE, no_rope_layers=[1, 0]),
+    "glm": lambda: hf.GlmConfig(**SHAPE, head_dim=16, attention_bias=True),
+    "glm4": lambda: hf.Glm4Config(**SHAPE, head_dim=16, attention_bias=True),
+    "cohere": lambda: hf.CohereConfig(**SHAPE, logit_scale=0.5),
+    "cohere2_window": lambda: hf.Cohere2Config(**SHAPE, logit_scale=0.5, head_dim=8, **WINDOW_IN_LAYER_0),
+    "stablelm": lambda: hf.StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "starcoder2": lambda: hf.Starcoder2Config(**SHAPE, use_bias=True, sliding_window=None),
+    "starcoder2_window": lambda: hf.Starcoder2Config(**SHAPE, use_bias=True, sliding_window=16),
+    "gemma2": lambda: hf.Gemma2Config(**SHAPE, head_dim=16, **CAPS, layer_types=["full_attention"] * 2),
+    "gemma2_window": lambda: hf.Gemma2Config(**SHAPE, head_dim=16, **CAPS, **WINDOW_IN_LAYER_0),
+    "gemma3_window": lambda: hf.Gemma3TextConfig(
         **SHAPE,
         head_dim=16,
         query_pre_attn_scalar=40,
@@ -160,20 +110,19 @@ CONFIGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
-    "gpt_oss": lambda: GptOssConfig(**SINKS, layer_types=["full_attention"] * 2),
-    "gpt_oss_window": lambda: GptOssConfig(**SINKS, **WINDOW_IN_LAYER_0),
-    "phi3": lambda: Phi3Config(**SHAPE),
-    "phi3_window": lambda: Phi3Config(**SHAPE, sliding_window=16),
-    "qwen3_next_state": lambda: Qwen3NextConfig(
+    "gpt_oss": lambda: hf.GptOssConfig(**SINKS, layer_types=["full_attention"] * 2),
+    "gpt_oss_window": lambda: hf.GptOssConfig(**SINKS, **WINDOW_IN_LAYER_0),
+    "phi3": lambda: hf.Phi3Config(**SHAPE),
+    "phi3_window": lambda: hf.Phi3Config(**SHAPE, sliding_window=16),
+    "qwen3_next_state": lambda: hf.Qwen3NextConfig(
         **SHAPE, **SHARED_EXPERT, **STATE_IN_LAYER_0, attention_bias=True, mlp_only_layers=[1]
     ),
-    "qwen3_5_state": lambda: Qwen3_5TextConfig(
-        **SHAPE,
-        **{**STATE_IN_LAYER_0, "rope_parameters": {**STATE_IN_LAYER_0["rope_parameters"], **MROPE}},
+    "qwen3_5_state": lambda: hf.Qwen3_5TextConfig(
+        **SHAPE, **{**STATE_IN_LAYER_0, "rope_parameters": {**STATE_IN_LAYER_0["rope_parameters"], **MROPE}}
     ),
-    "qwen3_5_moe_state": lambda: Qwen3_5MoeTextConfig(**SHAPE, **SHARED_EXPERT, **STATE_IN_LAYER_0),
-    "olmo2": lambda: Olmo2Config(**SHAPE),
-    "ministral3": lambda: Ministral3Config(
+    "qwen3_5_moe_state": lambda: hf.Qwen3_5MoeTextConfig(**SHAPE, **SHARED_EXPERT, **STATE_IN_LAYER_0),
+    "olmo2": lambda: hf.Olmo2Config(**SHAPE),
+    "ministral3": lambda: hf.Ministral3Config(
         **SHAPE,
         rope_parameters={
             **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0},
@@ -182,9 +131,9 @@ CONFIGS = {
         },
     ),
     # With chunks that texts here reach, where calibration does not; and, as in Maverick, without a q/k-norm.
-    "llama4_window": lambda: Llama4TextConfig(**LLAMA4, num_local_experts=4, rope_parameters=LLAMA3_ROPE),
-    "llama4_plain_window": lambda: Llama4TextConfig(**LLAMA4, num_local_experts=2, use_qk_norm=False),
-    "olmo3_window": lambda: Olmo3Config(
+    "llama4_window": lambda: hf.Llama4TextConfig(**LLAMA4, num_local_experts=4, rope_parameters=LLAMA3_ROPE),
+    "llama4_plain_window": lambda: hf.Llama4TextConfig(**LLAMA4, num_local_experts=2, use_qk_norm=False),
+    "olmo3_window": lambda: hf.Olmo3Config(
         **SHAPE,
         **WINDOW_IN_LAYER_0,
         rope_parameters={
@@ -199,43 +148,43 @@ CONFIGS = {
     ),
 }
 CONFIGS |= {
-    "gpt_neox": lambda: GPTNeoXConfig(**SHAPE, rope_parameters={"rope_type": "default", **HALF_ROTATED}),
-    "gpt_neox_sequential": lambda: GPTNeoXConfig(**SHAPE, attention_bias=False, use_parallel_residual=False),
-    "gpt2": lambda: GPT2Config(**SHAPE, n_inner=48),
-    "phi4_mini": lambda: Phi3Config(
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**SHAPE, rope_parameters={"rope_type": "default", **HALF_ROTATED}),
+    "gpt_neox_sequential": lambda: hf.GPTNeoXConfig(**SHAPE, attention_bias=False, use_parallel_residual=False),
+    "gpt2": lambda: hf.GPT2Config(**SHAPE, n_inner=48),
+    "phi4_mini": lambda: hf.Phi3Config(
         **{**SHAPE, "tie_word_embeddings": True},
         **{"original_max_position_embeddings": 128, "partial_rotary_factor": 0.75},
         rope_scaling={"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [3.0] * 3},
     ),
-    "granite4": lambda: GraniteMoeHybridConfig(
+    "granite4": lambda: hf.GraniteMoeHybridConfig(
         **{**SHAPE, **MULTIPLIERS, "num_local_experts": 0, "shared_intermediate_size": 48, **MAMBA},
         **{"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
     ),
-    "granite4_state": lambda: GraniteMoeHybridConfig(
+    "granite4_state": lambda: hf.GraniteMoeHybridConfig(
         **{**SHAPE, **MULTIPLIERS, **EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 48, **MAMBA},
         layer_types=["linear_attention", "full_attention"],
     ),
-    "gemma": lambda: GemmaConfig(**{**SHAPE, "num_key_value_heads": 4}, head_dim=16),
-    "glm4_moe": lambda: Glm4MoeConfig(
+    "gemma": lambda: hf.GemmaConfig(**{**SHAPE, "num_key_value_heads": 4}, head_dim=16),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
         **{**SHAPE, **LATENT_EXPERTS, "head_dim": 16, "attention_bias": True},
         **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
     ),
-    "glm4_moe_norm": lambda: Glm4MoeConfig(
+    "glm4_moe_norm": lambda: hf.Glm4MoeConfig(
         **{**SHAPE, **LATENT_EXPERTS, "head_dim": 16, "first_k_dense_replace": 0},
         **{"n_group": 1, "topk_group": 1, "use_qk_norm": True, "num_mtp_layers": 0},
     ),
-    "apertus": lambda: ApertusConfig(**SHAPE),
-    "arcee": lambda: ArceeConfig(**SHAPE),
-    "dots1": lambda: Dots1Config(**SHAPE, **LATENT_EXPERTS, first_k_dense_replace=1, sliding_window=None),
-    "ernie4_5": lambda: Ernie4_5Config(**SHAPE, head_dim=16),
-    "granitemoe": lambda: GraniteMoeConfig(**SHAPE, **MULTIPLIERS, **EXPERTS, num_local_experts=4),
-    "helium": lambda: HeliumConfig(**SHAPE, head_dim=8),
-    "jais2": lambda: Jais2Config(**SHAPE),
-    "nemotron": lambda: NemotronConfig(**SHAPE),
-    "qwen2_moe": lambda: Qwen2MoeConfig(**SHAPE, **SHARED_EXPERT, mlp_only_layers=[1]),
+    "apertus": lambda: hf.ApertusConfig(**SHAPE),
+    "arcee": lambda: hf.ArceeConfig(**SHAPE),
+    "dots1": lambda: hf.Dots1Config(**SHAPE, **LATENT_EXPERTS, first_k_dense_replace=1, sliding_window=None),
+    "ernie4_5": lambda: hf.Ernie4_5Config(**SHAPE, head_dim=16),
+    "granitemoe": lambda: hf.GraniteMoeConfig(**SHAPE, **MULTIPLIERS, **EXPERTS, num_local_experts=4),
+    "helium": lambda: hf.HeliumConfig(**SHAPE, head_dim=8),
+    "jais2": lambda: hf.Jais2Config(**SHAPE),
+    "nemotron": lambda: hf.NemotronConfig(**SHAPE),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SHAPE, **SHARED_EXPERT, mlp_only_layers=[1]),
 }
-if hasattr(transformers, "InternLM3Config"):  # newer than the floor
-    CONFIGS["internlm3"] = lambda: transformers.InternLM3Config(**SHAPE, head_dim=16)
+if hasattr(hf, "InternLM3Config"):  # newer than the floor
+    CONFIGS["internlm3"] = lambda: hf.InternLM3Config(**SHAPE, head_dim=16)
 ALL = tuple(CONFIGS)
 # Families that cap logits of attention or have learned sinks.
 OWN_SOFTMAX = ("gemma2", "gpt_oss")
@@ -258,25 +207,25 @@ LATENT_LONG = {
     **{"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 2.0, 3.0, 4.0]},
 }
 LATENT_CONFIGS = {
-    "deepseek_v2": lambda: DeepseekV2Config(
+    "deepseek_v2": lambda: hf.DeepseekV2Config(
         **LATENT, **LATENT_EXPERTS, q_lora_rank=None, first_k_dense_replace=1, rope_parameters=LATENT_YARN
     ),
-    "deepseek_v3": lambda: DeepseekV3Config(
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
         **LATENT,
         **LATENT_EXPERTS,
         **{"q_lora_rank": 20, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
         rope_parameters=LATENT_YARN,
     ),
-    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(
         **LATENT, **LATENT_EXPERTS, q_lora_rank=20, mlp_layer_types=["dense", "sparse", "dense"]
     ),
-    "moonlight": lambda: DeepseekV3Config(
+    "moonlight": lambda: hf.DeepseekV3Config(
         **LATENT, **LATENT_EXPERTS, q_lora_rank=None, first_k_dense_replace=1, n_group=1, topk_group=1
     ),
-    "minicpm3": lambda: MiniCPM3Config(
+    "minicpm3": lambda: hf.MiniCPM3Config(
         **LATENT, q_lora_rank=20, scale_emb=3, scale_depth=1.4, dim_model_base=16, rope_parameters=LATENT_LONG
     ),
-    "youtu": lambda: YoutuConfig(**{**LATENT, "initializer_range": 0.2}, q_lora_rank=20, attention_bias=True),
+    "youtu": lambda: hf.YoutuConfig(**{**LATENT, "initializer_range": 0.2}, q_lora_rank=20, attention_bias=True),
 }
 """Models whose attention is MLA, which structures but MLA itself do not convert."""
 
