@@ -46,7 +46,9 @@ def quantized_low_rank_kernel(
         group: attention of the earlier layers that this one reads, and `module`.
     """
     new = query.shape[2]
-    if cache is None or not is_step(module, query, new, CPU_ALONE) or not readable(query, module.key_up):
+    if cache is None or torch.compiler.is_compiling() or not readable(query, module.key_up):
+        return None
+    if not is_step(module, query, new, CPU_ALONE):
         return None
     layers = [cache.layers[each.layer_idx] for each in group]
     if not all(map(_has_first_tokens, cache.layers)):  # the same for all layers of a group

@@ -117,6 +117,18 @@ def test_cpu_kernels_compile():
     assert cpu.load() is None
 
 
+def test_no_compiler_is_a_reason(tmp_path, monkeypatch):
+    """Nothing stays behind that a later attempt would take for the library."""
+
+    def fail(*arguments, **settings):
+        raise RuntimeError("Ninja is required\nmore lines")
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setattr("torch.utils.cpp_extension.load", fail)
+    assert cpu.load.__wrapped__().endswith("Ninja is required")
+    assert list((tmp_path / "extensions").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("dtype", "runs", "changes", "cut"),
     [
