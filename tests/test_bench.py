@@ -87,9 +87,20 @@ def test_decoding_is_measured_for_every_model_context_and_batch(tmp_path, capsys
 
 def test_a_checkpoint_folder_is_measured_as_it_is(tmp_path, tiny):
     bench_models.random_model(tiny, CPU).save_pretrained(tmp_path / "ckpt")
-    record = measure_decoding([str(tmp_path / "ckpt")], DecodeSettings((8,), (1,), kernels=(False,)), CPU)
-    row = record["rows"][0]
+    settings = DecodeSettings((8,), (1,), kernels=(False,), dtype="float32")
+    (row,) = measure_decoding([str(tmp_path / "ckpt")], settings, CPU)["rows"]
     assert (row["model"], row["kind"], row["context"], row["batch"]) == ("ckpt", "checkpoint", 8, 1)
+    parameters = sum(each.numel() for each in bench_models.random_model(tiny, CPU).parameters())
+    assert row["weight_bytes"] >= 4 * parameters
+
+
+def test_further_folders_are_compared_with_the_first(tmp_path, tiny):
+    for name in ("ckpt", "other"):
+        bench_models.random_model(tiny, CPU).save_pretrained(tmp_path / name)
+    folders = [str(tmp_path / "ckpt"), str(tmp_path / "other")]
+    rows = measure_decoding(folders, DecodeSettings((8,), (1,), kernels=(False,)), CPU)["rows"]
+    assert [(row["model"], row["kind"]) for row in rows] == [("ckpt", "source"), ("other", "checkpoint")]
+    assert rows[1]["times_source"] == rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"]
 
 
 def test_kernels_that_refuse_are_a_row_with_the_reason(monkeypatch):
@@ -100,7 +111,7 @@ def test_kernels_that_refuse_are_a_row_with_the_reason(monkeypatch):
 
 
 def test_rows_are_held_against_the_fastest_source():
-    common = {"model": "m", "context": 8, "largest": False}
+    common = {"model": "m", "source": "m", "context": 8, "largest": False}
     rows = [
         {**common, "kind": "source", "accelerated": False, "batch": 1, "tokens_per_second": 5.0},
         {**common, "kind": "source", "accelerated": True, "batch": 1, "tokens_per_second": 10.0},

@@ -43,11 +43,15 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Subject:
-    """Model to measure: source, a target of `--to`, or checkpoint; ``build`` loads or creates it on a device."""
+    """Model to measure: source, a target of `--to`, or checkpoint; ``build`` loads or creates it on a device.
+
+    ``source`` is the name of the source that it is compared with; of several folders that is the first.
+    """
 
     name: str
     kind: str
     build: Callable[[torch.device], Any]
+    source: str
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class DecodeSettings:
         structures: conversion targets for named shapes.
         kernels: variants to measure in turn: without (False) and with (True) Triton kernels.
         seconds: time limit after which no further measurement starts.
+        dtype: dtype of folders' weights; auto for the checkpoint's.
     """
 
     contexts: tuple[int, ...]
@@ -69,6 +74,7 @@ class DecodeSettings:
     structures: tuple[str, ...] = ("mla",)
     kernels: tuple[bool, ...] = (False, True)
     seconds: float = float("inf")
+    dtype: str = "auto"
 
 
 def subjects(names: Sequence[str], settings: DecodeSettings) -> Iterator[Subject]:
@@ -80,16 +86,19 @@ def subjects(names: Sequence[str], settings: DecodeSettings) -> Iterator[Subject
     for structure in settings.structures:
         if structure not in configs:
             raise SurgeryError(f"--to {structure}: unknown; choose from {', '.join(configs)}")
+    folders = [name for name in names if not is_shape(name)]
+    readers = [language_model(open_source(name)) for name in folders]
+    for number, reader in enumerate(readers):
+        kind, source = "checkpoint" if number or len(readers) == 1 else "source", readers[0].name
+        yield Subject(reader.name, kind, lambda at, r=reader: causal_model(r, dtype=settings.dtype).to(at), source)
     for name in names:
-        if not is_shape(name):
-            reader = language_model(open_source(name))
-            yield Subject(reader.name, "checkpoint", lambda at, r=reader: causal_model(r).to(at))
+        if name in folders:
             continue
         config = bench_models.source_config(name)
-        yield Subject(name, "source", lambda at, c=config: bench_models.random_model(c, at))
+        yield Subject(name, "source", lambda at, c=config: bench_models.random_model(c, at), name)
         for structure in settings.structures:
             result = configs[structure](config, settings.rank, settings.rope_dim)
-            yield Subject(name, structure, lambda at, c=result: bench_models.random_model(c, at))
+            yield Subject(name, structure, lambda at, c=result: bench_models.random_model(c, at), name)
 
 
 def measure_decoding(
@@ -135,7 +144,7 @@ def measure_decoding(
 def _rows(
     subject: Subject, accelerated: bool, settings: DecodeSettings, device: torch.device, began: float
 ) -> Iterator[dict]:
-    common = {"model": subject.name, "kind": subject.kind, "accelerated": accelerated}
+    common = {"model": subject.name, "kind": subject.kind, "source": subject.source, "accelerated": accelerated}
     model = unless_out_of_memory(lambda: subject.build(device))
     if isinstance(model, OutOfMemory):
         yield {**common, "skipped": "the weights do not fit into memory"}
@@ -268,7 +277,7 @@ def _against_source(rows: list[dict]) -> None:
 
 
 def _measurement_key(row: dict) -> tuple:
-    return row["model"], row["context"], "largest" if row["largest"] else row["batch"]
+    return row["source"], row["context"], "largest" if row["largest"] else row["batch"]
 
 
 def _line(row: dict) -> str:

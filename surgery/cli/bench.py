@@ -22,6 +22,7 @@ OverwriteOption = Annotated[bool, flag("--overwrite", "Replace earlier records."
 LimitOption = Annotated[
     float | None, option("--limit", "SECONDS", "Start no new measurement after this time. [no limit]")
 ]
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
 
 
@@ -69,6 +70,7 @@ def bench_decode(
     contexts: Annotated[str, option("--contexts", "SIZES", "Tokens of the cache.")] = "8k,32k,128k",
     batches: Annotated[str, option("--batches", "SIZES", "Sequences at a time; max is as many as fit.")] = "1,8,max",
     kernels: Annotated[str, option("--kernels", "WORD", "stock, ours (accelerated), or both.")] = "both",
+    dtype: Annotated[str, option("--dtype", "NAME", "Dtype of folders' weights; auto for the checkpoint's.")] = "auto",
     limit: LimitOption = None,
     out: OutOption = Path("surgery-bench"),
     overwrite: OverwriteOption = False,
@@ -77,13 +79,14 @@ def bench_decode(
 ) -> None:
     """Measure decoding of whole models, source and converted, with and without this package's kernels.
 
-    Shapes get random weights. Caches are filled with random values up to the context, without a prefill.
+    Shapes get random weights. Caches are filled with random values up to the context, without a prefill. Of several
+    folders the first is the source of the others.
 
     Examples:
 
         surgery bench decode llama3-8b --contexts 8k,128k --batches 1,max
 
-        surgery bench decode ckpt/ ckpt-mla/ --contexts 32k
+        surgery bench decode ckpt/ ckpt-mla/ --contexts 32k --dtype bfloat16
     """
     from surgery.bench.shapes import is_shape
 
@@ -91,6 +94,8 @@ def bench_decode(
         is_shape(name)  # raises for unknown shapes before torch is imported
     if kernels not in KERNELS:
         raise SurgeryError(f"--kernels {kernels}: choose {', '.join(KERNELS)}")
+    if dtype not in DTYPES:
+        raise SurgeryError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
     path = out / "decode.json"
     check_file(path, overwrite=overwrite)
 
@@ -108,6 +113,7 @@ def bench_decode(
         tuple(name.strip() for name in to.split(",")),
         KERNELS[kernels],
         float("inf") if limit is None else limit,
+        dtype,
     )
     record = measure_decoding(
         models, settings, checked_device(device or "auto"), out=path, command=command_line(), say=_say
