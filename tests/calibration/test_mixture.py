@@ -12,7 +12,6 @@ from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_
 from surgery.calibration.installed import installed_code, installed_docstrings, installed_prose
 from surgery.calibration.mixture import DEFAULT, build_mixture, shares_of, without_chat
 from surgery.calibration.prose import builtin_prose, paragraphs
-from surgery.calibration.sampled_replies import sample_replies
 from surgery.calibration.sequences import SequenceRequest
 from surgery.common.errors import SurgeryError
 
@@ -92,14 +91,12 @@ def test_prose_has_its_facts_in_sentences(tokenizer, monkeypatch):
     assert not any("Recall:" in text for text in texts)
 
 
-def test_where_nothing_is_installed_other_documents_are_held_out(tokenizer, monkeypatch):
+def test_little_text(tokenizer, monkeypatch):
+    """Other documents of the same text are held out, if there are any."""
     few(monkeypatch, [words(0x100), words(0x200)] * 20)
     built = build_mixture(tokenizer, {"prose": 1.0}, None, SequenceRequest(128, 64, recall=0.0, held_out=2))
     assert built.description["parts"]["prose"]["held_out_source"] == "the same text, other documents"
     assert len(built.held_out) == 2
-
-
-def test_too_little_text_is_refused(tokenizer, monkeypatch):
     few(monkeypatch, ["a few words"])
     with pytest.raises(SurgeryError, match="not enough prose text for 2 sequences of 64 tokens"):
         build_mixture(tokenizer, {"prose": 1.0}, None, SequenceRequest(128, 64, held_out=1))
@@ -181,17 +178,6 @@ def test_docstrings_of_what_is_installed(tmp_path, monkeypatch):
 def test_installed_code_is_that_of_its_packages():
     name, text = next(installed_code(0))
     assert name.split()[0] in ("torch", "transformers") and ("import" in text or "def " in text)
-
-
-def test_replies_follow_their_prompts_and_end(model):
-    prompts = [[1, 5, 6], [1, 9], [1, 7, 7, 7, 7, 7]]
-    replies = sample_replies(model, prompts, 12, ends={0}, seed=3)
-    for prompt, reply in zip(prompts, replies, strict=True):
-        assert reply[: len(prompt)] == prompt and len(prompt) < len(reply) <= 18
-        assert 0 not in reply[len(prompt) : -1]
-    assert replies == sample_replies(model, prompts, 12, ends={0}, seed=3)
-    shortest = sample_replies(model, prompts, 12, ends=set(range(4096)))
-    assert [len(reply) for reply in shortest] == [len(prompt) + 1 for prompt in prompts]
 
 
 @pytest.fixture

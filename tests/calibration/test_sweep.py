@@ -41,31 +41,32 @@ def swept(folder, monkeypatch=None, labels=None, **kwargs):
     return opened, sorted(layers, key=lambda layer: layer.index)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_bias", "qwen2", "mistral_window", "mixtral"])
-def test_moments_and_gradients_equal_autograd(checkpoints, monkeypatch, name):
-    labels = torch.randint(4096, TOKENS.shape, generator=torch.Generator().manual_seed(1))
-    _, layers = swept(checkpoints(name), monkeypatch, labels)
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()
-    entries = {}
+def autograd_records(folder, labels, *parts):
+    """Inputs and outputs of modules of every attention, by (layer, part), with gradients of the outputs."""
+    model, records = AutoModelForCausalLM.from_pretrained(folder).eval(), {}
     for index, block in enumerate(model.model.layers):
-        for part in ("k_proj", "v_proj"):
+        for part in parts:
 
             def keep(module, args, out, key=(index, part)):
                 out.retain_grad()
-                entries[key] = out
+                records[key] = args[0], out
 
             getattr(block.self_attn, part).register_forward_hook(keep)
     logits = model(TOKENS).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    return records
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_bias", "qwen2", "mistral_window", "mixtral"])
+def test_moments_and_gradients_equal_autograd(checkpoints, monkeypatch, name):
+    labels = torch.randint(4096, TOKENS.shape, generator=torch.Generator().manual_seed(1))
+    _, layers = swept(checkpoints(name), monkeypatch, labels)
+    records = autograd_records(checkpoints(name), labels, "k_proj", "v_proj")
     for layer in layers:
-        k, v = (entries[layer.index, part] for part in ("k_proj", "v_proj"))
+        (_, k), (_, v) = (records[layer.index, part] for part in ("k_proj", "v_proj"))
         z = torch.cat([k, v], dim=-1).flatten(0, 1).double()
         g = torch.cat([k.grad, v.grad], dim=-1).flatten(0, 1).double()
-        for result, rows in (
-            (layer.statistics[0].moment, z),
-            (layer.statistics[0].gradient, g),
-        ):
+        for result, rows in ((layer.statistics[0].moment, z), (layer.statistics[0].gradient, g)):
             want = (rows.T @ rows / len(rows)).detach()
             assert float((result - want).norm() / want.norm()) < 1e-4
         factors = kronecker_factors([[z.detach()]], [[g]])
@@ -84,19 +85,7 @@ def test_what_low_rank_forms_need_equals_autograd(checkpoints, monkeypatch, name
     """Gradients at the key projection itself, which a key norm follows, and means of everything."""
     labels = torch.randint(4096, TOKENS.shape, generator=torch.Generator().manual_seed(1))
     _, layers = swept(checkpoints(name), monkeypatch, labels)
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()
-    records = {}
-    for index, block in enumerate(model.model.layers):
-        for part in ("k_proj", "v_proj", query):
-
-            def keep(module, args, out, key=(index, part)):
-                out.retain_grad()
-                records[key] = args[0], out
-
-            getattr(block.self_attn, part).register_forward_hook(keep)
-    logits = model(TOKENS).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    records = autograd_records(checkpoints(name), labels, "k_proj", "v_proj", query)
     for layer in layers:
         (x, k), (_, v), (_, q) = (records[layer.index, part] for part in ("k_proj", "v_proj", query))
         g = torch.cat([k.grad, v.grad], dim=-1).flatten(0, 1)

@@ -107,12 +107,9 @@ def test_other_data_or_settings_are_refused(key, value, message):
         merge([report([source()]), changed(key, value)], ["a", "b"])
 
 
-def test_one_name_for_two_models_is_refused():
+def test_one_name_or_baseline_for_two_models_is_refused():
     with pytest.raises(SurgeryError, match="half is another model"):
         merge([report([source(), row("half", "h", LOSSES)]), report([row("half", "x", LOSSES)], None)], ["a", "b"])
-
-
-def test_two_baselines_are_refused():
     other = report([row("base", "b", [1.0, 1.0, 1.0], role="baseline")], baseline="base")
     with pytest.raises(SurgeryError, match="its baseline base is another model"):
         merge([report([source()]), other], ["a", "b"])

@@ -4,14 +4,13 @@ import re
 import pytest
 import torch
 from copying_model import CopyingModel
-from measures import recall_accuracy
 from sessions import session
 from tiny_models import CONFIGS, HELD_OUT
 from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.haystack import python_reference
-from surgery.eval.recall import QUESTION, fact_line, recall_prompts
+from surgery.eval.recall import QUESTION, fact_line
 from surgery.eval.ruler.domain import DOMAINS
 from surgery.eval.sequences import tokenize
 from surgery.eval.tasks.needle import ANSWER_TOKENS, NeedleHaystack, NeedleTask, default_lengths, needle_prompts
@@ -125,21 +124,3 @@ def test_hits_are_ordered_by_length_depth_and_trial(tokenizer, monkeypatch):
 def test_settings_tell_data_apart():
     first, again, other = (NeedleTask((32,), (0,), 1, haystack=text).settings() for text in ("a b.", "a b.", "a c."))
     assert first == again and first != other and first != NeedleTask((64,), (0,), 1, haystack="a b.").settings()
-
-
-@torch.no_grad()
-def test_the_copying_model_itself(tokenizer):
-    model = CopyingModel(len(tokenizer))
-    ids = torch.tensor([[1, 5, 6, 7, 9, 5, 6], [4, 4, 4, 1, 9, 8, 9]])
-    mask = torch.tensor([[1] * 7, [0, 0, 0, 1, 1, 1, 1]])
-    expected = torch.tensor([[7, 9, 5, 6], [8, 9, 8, 9]])
-    for use_cache in (True, False):
-        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, use_cache=use_cache)
-        assert torch.equal(tokens[:, 7:], expected)
-    whole = model(input_ids=ids, attention_mask=mask).logits
-    part = model(input_ids=ids[:, :4], attention_mask=mask[:, :4], use_cache=True)
-    rest = model(input_ids=ids[:, 4:], attention_mask=mask, past_key_values=part.past_key_values, use_cache=True)
-    assert torch.equal(torch.cat([part.logits, rest.logits], 1), whole)
-    assert torch.equal(model(input_ids=ids, attention_mask=mask, logits_to_keep=1).logits, whole[:, -1:])
-    prompts = recall_prompts(tokenizer, tokenize(tokenizer, SOURCE), count=8, length=512, seed=0)
-    assert recall_accuracy(model, prompts) == 1.0

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
 QUICK |= {"rope_dim": 4}
+MEASURED = {"tasks": ["loss"], "variants": "none", "windows": 2, "length": 64, "device": "cpu"}
 
 
 def write(folder, *steps, **others):
@@ -49,39 +50,21 @@ def finished(tmp_path_factory, steps):
     """A recipe of two steps, run: its path, its work folder and what resulted."""
     folder = tmp_path_factory.mktemp("recipe")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16)
-    recipe = write(
-        folder,
-        {"convert": {"name": "half", "source": str(source), "kv_ratio": 0.5, **QUICK}},
-        {
-            "eval": {
-                "name": "report",
-                "baseline": f"original={source}",
-                "checkpoints": ["half"],
-                "publish": str(folder / "published"),
-                "tasks": ["loss"],
-                "variants": "none",
-                "windows": 2,
-                "length": 64,
-                "decoded": 4,
-                "device": "cpu",
-            }
-        },
-        name="two steps",
-    )
+    convert = {"name": "half", "source": str(source), "kv_ratio": 0.5, **QUICK}
+    models = {"baseline": f"original={source}", "checkpoints": ["half"], "publish": str(folder / "published")}
+    measured = {"name": "report", **models, **MEASURED, "decoded": 4}
+    recipe = write(folder, {"convert": convert}, {"eval": measured}, name="two steps")
     return recipe, folder / "work", run_recipe(recipe, folder / "work", Recorded(steps))
 
 
-def test_the_time_left_is_of_the_step(finished, steps):
-    assert len(steps) == 2 and {"calibrate: backward", "convert"} < set(steps[0].expected)
-
-
-def test_later_steps_use_earlier_ones_by_name(finished):
+def test_later_steps_use_earlier_ones_by_name_and_count_their_own_time(finished, steps):
     _, work, outcome = finished
     assert outcome.checkpoints == {"half": work / "half"}
     names = [(row["name"], row["role"], row["class"]) for row in outcome.report["rows"]]
     assert names == [("original", "baseline", "LlamaForCausalLM"), ("half", "checkpoint", "DeepseekV3ForCausalLM")]
     assert outcome.report["rows"][1]["conversion"]["to"] == "mla"
     assert outcome.report["rows"][1]["kv"]["ratio"] == pytest.approx(0.5, abs=0.05)
+    assert len(steps) == 2 and {"calibrate: backward", "convert"} < set(steps[0].expected)
 
 
 def test_reports_are_published(finished):
@@ -162,20 +145,6 @@ def test_mistakes_are_told_before_anything_runs(tmp_path, steps, message):
     assert not (tmp_path / "work").exists()
 
 
-def test_every_step_states_its_own_seconds(finished, tmp_path):
-    recipe, _, _ = finished
-    steps = yaml.safe_load(recipe.read_text())["steps"][:1]
-    again = {"convert": {**steps[0]["convert"], "name": "again"}}
-    progress = Progress(silent=True)
-    run_recipe(write(tmp_path, *steps, again), tmp_path / "work", progress)
-    assert progress.seconds == {}
-    first, second = (
-        json.loads((tmp_path / "work" / name / "surgery_report.json").read_text())["seconds"]
-        for name in ("half", "again")
-    )
-    assert set(first) == set(second)
-
-
 def test_unknown_entries_are_refused(tmp_path):
     with pytest.raises(SurgeryError, match="unknown entry 'nam'; did you mean name"):
         Recipe.read(write(tmp_path, STEP, nam="x"))
@@ -185,7 +154,6 @@ WEIGHTS = {"calibration": "none", "device": "cpu"}
 LOW = {"to": "lowrank", "kv_ratio": 0.5, **WEIGHTS}
 TRAINING = {"data": [{"source": str(HELD_OUT)}], "length": 32, "max_tokens": 640, "dtype": "fp32", "device": "cpu"}
 TRAINING |= {"batch_size": 1, "gradient_accumulation": 1}
-MEASURED = {"tasks": ["loss"], "variants": "none", "windows": 2, "length": 64, "device": "cpu"}
 
 
 def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import signal
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from conversions import convert_checkpoint
-from processes import Fork
 from tiny_models import DEMO, make_checkpoint
 
 from surgery.calibration.held_out_documents import default_names
@@ -71,23 +69,21 @@ def rows_of(report):
     return {row["name"]: row for row in report["rows"]}
 
 
-def test_rows_and_roles(whole):
+def test_rows_roles_and_bytes(whole):
     report, _ = whole
+    rows = rows_of(report)
     # Both checkpoints have all bytes, so variants have nothing to match but the default ratios.
-    results = {name: row["role"] for name, row in rows_of(report).items()}
-    assert results == {
-        "one": "baseline",
-        "other": "checkpoint",
-        "int8 KV": "variant",
-        "window 20": "variant",
-        "window 10": "variant",
-        "fp8": "variant",
-        "oscar_int2": "variant",
-    }
-    for name, row in rows_of(report).items():  # by formula what was measured, and so at any context
+    results = {name: row["role"] for name, row in rows.items()}
+    variants = dict.fromkeys(("int8 KV", "window 20", "window 10", "fp8", "oscar_int2"), "variant")
+    assert results == {"one": "baseline", "other": "checkpoint", **variants}
+    for name, row in rows.items():  # by formula what was measured, and so at any context
         assert row["kv"]["by_context"]["1024"] > 0, name
-    assert rows_of(report)["fp8"]["kv"]["ratio"] == 0.5
+    assert rows["fp8"]["kv"]["ratio"] == 0.5
     assert report["baseline"] == "one" and report["settings"]["dtype"] == "float32"
+    # 2 layers, 2 KV heads of 8 numbers, keys and values, 2 bytes each.
+    assert rows["one"]["kv"]["bytes_per_token"] == 2 * 2 * 8 * 2 * 2
+    assert rows["window 10"]["kv"]["ratio"] == pytest.approx(0.25, abs=0.04)
+    assert 0.5 < rows["int8 KV"]["kv"]["ratio"] < 1
 
 
 @pytest.mark.parametrize(
@@ -117,14 +113,6 @@ def test_storage_is_measured_on_the_windows_and_its_live_cache_is_whole(models, 
     assert 116 < storage["share"] * 160 < 116 + 44 / 4
     assert row["kv"]["ratio"] == 1 and row["kv"]["by_context"]["8192"] == 8192 * token_bytes
     assert row["comparison"]["loss"]["difference"] != 0
-
-
-def test_bytes_are_those_of_the_checkpoints_dtype(whole):
-    rows = rows_of(whole[0])
-    # 2 layers, 2 KV heads of 8 numbers, keys and values, 2 bytes each.
-    assert rows["one"]["kv"]["bytes_per_token"] == 2 * 2 * 8 * 2 * 2
-    assert rows["window 10"]["kv"]["ratio"] == pytest.approx(0.25, abs=0.04)
-    assert 0.5 < rows["int8 KV"]["kv"]["ratio"] < 1
 
 
 def test_differences_and_divergences_are_to_the_baseline(whole):
@@ -184,24 +172,6 @@ def test_an_interrupted_evaluation_goes_on_unless_it_is_restarted(whole, models,
     for restart, count in ((False, 1), (True, 3)):
         run([models[1]], models[0], tmp_path / "out", variants="none", restart=restart)
         assert len(measured) == count
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from surgery.evaluation.store import ResultStore
-from surgery.evaluation.dry_run import plan_evaluation
-Path.replace = lambda self, other: os.kill(os.getpid(), signal.SIGKILL)
-ResultStore.open(Path(sys.argv[1])).put("a", {})
-"""
-
-
-def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
-    assert Fork(tmp_path, code=KILLED).wait() == -signal.SIGKILL
-    (leftovers,) = (tmp_path / "results").iterdir()
-    assert leftovers.match(".a.json.surgery-*.partial")
-    ResultStore.open(tmp_path).put("a", {})
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["a.json"]
 
 
 def test_losses_of_mla_are_those_of_its_own_attention(models, tmp_path, monkeypatch):

@@ -142,9 +142,6 @@ def test_kept_order_takes_one_echo_head_for_fourteen_of_induction():
     order = (1 - induction.selection_order(echo, induction_scores)).flatten() * 20
     # Fourteen by induction, then the best by echo, then the rest.
     assert order.round().int().tolist() == [*range(1, 15), 16, 17, 18, 19, 20, 15]
-
-
-def test_kept_order_has_no_ties():
     flat = torch.zeros(3, 4, dtype=torch.float64)
     assert len(induction.selection_order(flat, flat).unique()) == 12
 

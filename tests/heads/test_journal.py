@@ -41,15 +41,12 @@ def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["journal"]
 
 
-def test_keeps_copies(tmp_path):
+def test_keeps_copies_and_without_a_file_what_it_was_told(tmp_path):
     tensor = torch.zeros(3, 2)
     journal = Journal(tmp_path / "journal", {})
     journal.put({"x": tensor.T})
     tensor += 1
     assert journal.get()["x"].sum() == 0
-
-
-def test_without_a_file_it_knows_what_it_was_told():
     journal = Journal(None, {})
     journal.put({"x": torch.ones(1)})
     assert journal.get()["x"] == 1
@@ -93,17 +90,6 @@ def test_refuses_what_is_no_journal(tmp_path, damage):
         Journal(path, {})
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     assert path.exists()
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "journal"
-    journal = Journal(path, {})
-    journal.put({"x": torch.ones(1)})
-    monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(SurgeryError, match="no space left"):
-        journal.put({"x": torch.zeros(1)})
-    assert Journal(path, {}).get()["x"] == 1
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_only_the_main_process_touches_the_file(tmp_path):

@@ -41,18 +41,8 @@ def test_round_trip(tmp_path):
         assert torch.equal(getattr(back, name), getattr(pattern, name))
     assert list(back.parts) == ["copy", "steps"]
     assert all(torch.equal(back.parts[name], part) for name, part in pattern.parts.items())
-    for name in (
-        "method",
-        "sinks",
-        "recent",
-        "settings",
-        "facts",
-        "data_sha256",
-        "model",
-        "seeds",
-        "seconds",
-        "versions",
-    ):
+    plain = ("method", "sinks", "recent", "settings", "facts", "data_sha256", "model", "seeds", "seconds", "versions")
+    for name in plain:
         assert getattr(back, name) == getattr(pattern, name), name
     assert back.sha256 == pattern.sha256
     assert load_file(path)["scores"].shape == (3, 4)
@@ -202,9 +192,6 @@ def test_masks_of_prulong(tmp_path):
     pattern = read_pattern(tmp_path / "masks_sp0.5.tsv")
     assert pattern.scores.tolist() == [[1, 0, 0], [0, 1, 1]]
     assert (pattern.method, pattern.sinks, pattern.recent) == ("prulong", 128, 1024)
-
-
-def test_a_table_alone_says_nothing_of_sinks(tmp_path):
     (tmp_path / "x.tsv").write_text("0.25\t1\n")
     pattern = read_pattern(tmp_path / "x.tsv")
     assert pattern.sinks is None and pattern.recent is None and pattern.model == {}

@@ -25,14 +25,8 @@ def launch(
     bf16, ints = {"dtype": torch.bfloat16}, {"dtype": torch.int32}
     width = width or key_rank
     value_rank = key_rank
-    config = default_config(
-        dim=dim,
-        key_rank=key_rank,
-        value_rank=value_rank,
-        dtype=torch.bfloat16,
-        capability=capability,
-        plain=not exact,
-    )
+    ranks = {"dim": dim, "key_rank": key_rank, "value_rank": value_rank}
+    config = default_config(**ranks, dtype=torch.bfloat16, capability=capability, plain=not exact)
     config = replace(config, splits=8)
     with torch.device("meta"):
         options = {"within": torch.empty(2, 128, dim // 2), "begins": torch.empty(2, capacity // 128, dim // 2)}

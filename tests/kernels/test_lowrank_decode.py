@@ -9,11 +9,7 @@ from kernel_checks import assert_close
 from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 
 from surgery.kernels.lowrank_decode.launches import default_config, launches
-from surgery.kernels.lowrank_decode.operator import (
-    _lowrank_decode,
-    lowrank_decode,
-    rotation_tables,
-)
+from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.lowrank_decode.reference import lowrank_attention
 from surgery.kernels.split_kv import merge
 from surgery.model.group_cache import GroupLayer
@@ -335,24 +331,13 @@ def among_others(name, capability, mma):
 
 def spilled(name, capability):
     """Bytes, where a few addresses are over 255 registers."""
-    reference = {
-        80: {
-            "joint": 8,
-            "Llama-3-8B, joint 1024": 128,
-            "Llama-2-7B, blocks of four heads": 124,
-            "Qwen2.5-7B, one head, exact": 24,
-        },
-        90: {},
-    }
-    return reference[capability].get(name, 0)
+    most = {"joint": 8, "Llama-3-8B, joint 1024": 128, "Llama-2-7B, blocks of four heads": 124}
+    most["Qwen2.5-7B, one head, exact"] = 24
+    return most.get(name, 0) if capability == 80 else 0
 
 
 def launches_compiled(name, *capabilities):
     return Compiled(f"compile_lowrank_decode:{name}", among_others, capabilities, spilled, frames=True)
 
 
-COMPILED = [
-    launches_compiled("few", 90),
-    slow(launches_compiled("few", 80)),
-    slow(launches_compiled("more", 80, 90)),
-]
+COMPILED = [launches_compiled("few", 90), slow(launches_compiled("few", 80)), slow(launches_compiled("more", 80, 90))]

@@ -99,36 +99,11 @@ def test_greedy_generation_is_the_argmax_of_one_pass(model, chunk):
 
 
 def test_beams_are_scored_as_one_pass_scores_them(model):
-    tokens = model.generate(
-        text(),
-        max_new_tokens=7,
-        num_beams=3,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
+    how = {"max_new_tokens": 7, "num_beams": 3, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(text(), **how, return_dict_in_generate=True, output_scores=True)
     logits = model(tokens.sequences).logits[:, 22:-1].log_softmax(-1)
     scores = logits.gather(-1, tokens.sequences[:, 23:, None])[..., 0].sum(-1) / 7
     assert torch.allclose(scores, tokens.sequences_scores, atol=1e-4)
-
-
-def test_sampling_is_the_same_with_and_without_a_cache(model):
-    def sample(**options):
-        torch.manual_seed(0)
-        return model.generate(text(), max_new_tokens=5, do_sample=True, top_k=5, **options)
-
-    assert torch.equal(sample(), sample(use_cache=False))
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_live_bytes_are_those_predicted(batch):
-    for entry in (STATIC | {"block": 64}, STATIC | {"block": 48, "sinks": 4, "window": 70}, PAIRS | {"block": 32}):
-        model = shared(tiny_source("llama"), entry).to(torch.bfloat16)
-        cache = DynamicCache(config=model.config)
-        for piece in text(batch, 230).split((150, 50, 30), dim=1):
-            model(piece, past_key_values=cache, logits_to_keep=1)
-        assert cache_bytes(cache) == model.kv_cache_bytes(batch, 230)
 
 
 def test_a_basis_of_the_prompt_reads_the_prompt_exactly_and_compresses_it_afterwards():

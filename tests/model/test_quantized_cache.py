@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 from quantized_caches import quantized_cache
-from transformers import Cache, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+from tiny_models import CONFIGS
+from transformers import AutoModelForCausalLM, Cache
 
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.tensor_bytes import plain_tensors
@@ -70,15 +71,12 @@ def test_equal_values_are_exact(form):
     assert torch.equal(dequantize(*quantize(values, form, -2)), values)
 
 
-def test_a_scale_that_is_rounded_down_gives_no_nan():
+def test_fp8_of_subnormal_scales_and_of_nothing():
     """Scales of tiny float16 numbers are subnormal: their rounding alone takes the greatest number out of the range."""
     values = (4e-5 * torch.linspace(-1, 1, 16)).half().view(1, 1, 16, 1)
     codes, scale, zero = quantize(values, "fp8", -2)
     assert values.abs().max() / scale > 500
     assert (dequantize(codes, scale, zero) - values).abs().max() < values.abs().max()
-
-
-def test_nothing_stays_nothing_in_fp8():
     assert not dequantize(*quantize(torch.zeros(1, 1, 8, 4), "fp8", -2)).any()
 
 
@@ -230,28 +228,13 @@ def test_impossible_settings_are_refused(arguments):
 
 def test_the_latent_of_stock_deepseek_v3_is_quantized():
     torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=24,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        first_k_dense_replace=2,
-    )
-    model = DeepseekV3ForCausalLM(config).eval()
-    tokens = torch.randint(97, (2, 70))
-    with torch.no_grad():
-        exact = model(tokens, past_key_values=DynamicCache(config=config)).logits
-        output = model(tokens, past_key_values=quantized_cache("int8"))
-    size = dict(batch=2, heads=1, key_dim=24, value_dim=4, dtype=torch.float32)
+    config = CONFIGS["deepseek_v3"]()
+    model, tokens = AutoModelForCausalLM.from_config(config).eval(), torch.randint(3, 4096, (2, 70))
+    exact, output = model(tokens).logits, model(tokens, past_key_values=quantized_cache("int8"))
+    latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    size = dict(batch=2, heads=1, key_dim=latent, value_dim=rope, dtype=torch.float32)
     predicted = QuantizedKVLayer("int8").predicted_bytes(70, **size)
-    assert cache_bytes(output.past_key_values) == 2 * predicted
+    assert cache_bytes(output.past_key_values) == config.num_hidden_layers * predicted
     difference = (output.logits - exact).norm() / exact.norm()
     assert 0 < difference < 0.02
 

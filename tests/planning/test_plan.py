@@ -219,19 +219,10 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
 
 
 def row_of(plan, by_text, divergence, *, kv_ratio=0.3, answers=0.0):
-    loss = sum(by_text) / len(by_text)
-    increase = Increase.of(by_text)
-    return replace(
-        plan.rows[0],
-        kv_ratio=kv_ratio,
-        kv_bytes=kv_ratio,
-        by_text=by_text,
-        loss_increase=loss,
-        low=increase.low,
-        high=increase.high,
-        divergence=divergence,
-        cost=loss + answers,
-    )
+    loss, increase = sum(by_text) / len(by_text), Increase.of(by_text)
+    told = {"by_text": by_text, "loss_increase": loss, "low": increase.low, "high": increase.high}
+    told |= {"divergence": divergence, "cost": loss + answers}
+    return replace(plan.rows[0], kv_ratio=kv_ratio, kv_bytes=kv_ratio, **told)
 
 
 def test_of_what_texts_cannot_tell_apart_the_one_that_moved_least_is_chosen(plan):

@@ -161,19 +161,8 @@ def test_no_device_is_guessed():
 def test_a_dry_run_only_tells(checkpoints, tmp_path, monkeypatch, capsys):
     source, out = checkpoints("llama"), tmp_path / "out"
     (tmp_path / "fsdp2.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\n")
-    arguments = [
-        "heal",
-        source,
-        "--teacher",
-        source,
-        "--out",
-        out,
-        "--dry-run",
-        "--device",
-        "cpu",
-        "--max-tokens",
-        "99999",
-    ]
+    arguments = ["heal", source, "--teacher", source, "--out", out]
+    arguments += ["--dry-run", "--device", "cpu", "--max-tokens", "99999"]
     code, output, error = run_main(monkeypatch, capsys, *arguments)
     assert code == 0, error
     assert "time: about " in output and "Adam's moments" in output
