@@ -30,19 +30,6 @@ def session(checkpoints):
     return Session(AutoTokenizer.from_pretrained(checkpoints("llama")), Processes(), Bars(), batch_size=3)
 
 
-@pytest.fixture
-def generated(model, monkeypatch):
-    """The batch sizes of every call of `generate`."""
-    calls, generate = [], model.generate
-
-    def counted(input_ids, **arguments):
-        calls.append(len(input_ids))
-        return generate(input_ids=input_ids, **arguments)
-
-    monkeypatch.setattr(model, "generate", counted)
-    return calls
-
-
 @torch.no_grad()
 def greedy(model, prompt, new_tokens, eos):
     """One prompt, one token at a time, the whole context again for each."""
@@ -62,9 +49,13 @@ def test_equals_greedy_decoding_of_each_prompt(model, session):
     assert session.progress.phases == [{"name": "write", "total": 7, "unit": "prompt", "done": 7}]
 
 
-def test_batches_of_like_lengths(model, session, generated):
+def test_batches_of_like_lengths(model, session, monkeypatch):
+    sizes, generate = [], model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda input_ids, **how: sizes.append(len(input_ids)) or generate(input_ids, **how)
+    )
     complete(model, session, PROMPTS, 2, "write")
-    assert generated == [3, 3, 1]
+    assert sizes == [3, 3, 1]
 
 
 def test_stops_before_any_eos(model, session):

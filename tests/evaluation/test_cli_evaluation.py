@@ -62,9 +62,7 @@ def test_evaluations_made_apart_compare(main, folder):
     ("arguments", "message"),
     [
         (["eval", "no-such-model"], "no-such-model"),
-        (["eval", "{folder}/source", "--tasks", "los"], "did you mean loss?"),
         (["eval", "{folder}/source", "--tasks", "lm-eval:no-such-task"], "no-such-task"),
-        (["eval", "{folder}/source", "--variants", "int5"], "int5"),
         (["compare", "{folder}"], "report.json"),
         (["run", "{folder}/nothing.yaml"], "nothing.yaml"),
     ],

@@ -93,7 +93,12 @@ def test_outputs_of_other_settings_are_not_taken_for_them(finished, tmp_path):
 
 STEP = {"convert": {"name": "a", "source": "builtin"}}
 HEADS = {"heads": {"name": "p", "source": "builtin", "method": "needle"}}
-KEEP = {"kv_ratio": 0.1}
+HALF = {"convert": {"name": "half", "source": "builtin"}}
+HYBRID = {"name": "h", "to": "hybrid"}
+
+
+def sliced(source):
+    return {"slice": {"name": "s", "source": source, "kv_ratio": 0.1}}
 
 
 @pytest.mark.parametrize(
@@ -114,29 +119,14 @@ KEEP = {"kv_ratio": 0.1}
         ([STEP, {"eval": {"name": "r", "checkpoints": ["b"]}}], "step r: b: no such folder"),
         ([STEP, {"eval": {"name": "r", "checkpoints": ["a"], "baseline": "x=nowhere"}}], "step r: nowhere: no such"),
         ([{"convert": {"name": "first", "source": "frst"}}], "step first: frst: no such folder"),
-        (
-            [{"convert": {"name": "half", "source": "builtin"}}, {"slice": {"name": "s", "source": "halv", **KEEP}}],
-            r"step s: halv: neither an earlier step nor an existing folder; did you mean half\?",
-        ),
-        (
-            [{"slice": {"name": "s", "source": "a", **KEEP}}, STEP],
-            "step s: a is not an output of an earlier step; reorder the steps",
-        ),
+        ([HALF, sliced("halv")], r"step s: halv: neither an earlier step nor an existing folder; did you mean half\?"),
+        ([sliced("a"), STEP], "step s: a is not an output of an earlier step; reorder the steps"),
         ([{"convert": {"name": "a", "source": "a"}}], "step a: a is not an output of an earlier step"),
-        (
-            [HEADS, {"slice": {"name": "s", "source": "p", **KEEP}}],
-            "p is a heads step, whose output cannot be used here",
-        ),
-        (
-            [STEP, {"convert": {"name": "h", "source": "a", "to": "hybrid", "heads": "p.x"}}],
-            "p.x: no such pattern file",
-        ),
+        ([HEADS, sliced("p")], "p is a heads step, whose output cannot be used here"),
+        ([{"convert": {**HYBRID, "source": "builtin", "heads": "p.x"}}], "p.x: no such pattern file"),
         ([HEADS, {"compare-heads": {"name": "c", "patterns": ["p"]}}], "compare-heads was removed"),
         ([{"heal": {"name": "h", "student": "gone", "teacher": "builtin"}}], "step h: gone: no such folder"),
-        (
-            [{"convert": {"name": "a", "source": "builtin", "held_out": "few"}}],
-            "step a: .*held_out must be a whole number",
-        ),
+        ([{"convert": {**STEP["convert"], "held_out": "few"}}], "step a: .*held_out must be a whole number"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(tmp_path, steps, message):

@@ -204,11 +204,6 @@ def test_the_baseline_itself_is_one_row_and_the_folder_is_named_for_the_first_ch
     assert (planned([one, two], None).out, planned([two], one).out) == ("one-eval", "two-eval")
 
 
-def test_quick_looks_are_marked(models, tmp_path):
-    report = run([models[0]], None, tmp_path / "out", limit=2)
-    assert report["settings"]["limit"] == 2 and report["rows"][0]["results"]["loss"]["sequences"] == 2
-
-
 def test_a_report_of_more_is_not_replaced_unasked(whole, models):
     _, out = whole
     write_report(whole[0], out)

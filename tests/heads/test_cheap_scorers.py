@@ -83,13 +83,10 @@ def test_rows_are_those_of_the_whole_matrix(checkpoints, family):
         model(ids)
 
 
-def test_rows_after_a_cache_see_the_cache():
+def test_rows_after_a_cache_see_the_cache_and_pieces_cover_all_rows(monkeypatch):
     query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
     attention = attention_rows.attention_rows(AttentionCall(0, query, key, key, None, 1.0), torch.arange(3))
     assert (attention > 0).sum(-1).tolist() == [[[6, 7, 8]] * 2]
-
-
-def test_pieces_cover_all_rows(monkeypatch):
     monkeypatch.setattr(attention_rows, "ENTRIES", 100)
     part = torch.zeros(1, 2, 10, 4)
     pieces = list(attention_rows.row_pieces(AttentionCall(0, part, part, part, None, 1.0), torch.arange(3, 10)))
@@ -201,9 +198,13 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
     assert result.facts == {"needles": facts, "needles_answered": facts}
 
 
-def test_a_model_that_answers_nothing_is_refused(checkpoints, session):
+def test_what_cannot_be_scored_is_refused(checkpoints, session):
     with pytest.raises(SurgeryError, match="answers none of"):
         needle.score(session(load(checkpoints("llama"))))
+    with pytest.raises(SurgeryError, match="nearly cover"):
+        kvzip.score(session(load(checkpoints("llama")), "kvzip", recent=100))
+    with pytest.raises(SurgeryError, match="choose duo"):
+        HeadSettings(method="magic")
 
 
 # Against the definitions, computed from whole matrices
@@ -239,11 +240,6 @@ def test_kvzip_is_the_largest_attention_of_the_repetition(monkeypatch, checkpoin
     assert torch.equal(result.scores.argsort(), result.parts["largest"].argsort())
 
 
-def test_kvzip_needs_more_than_streaming_keeps(checkpoints, session):
-    with pytest.raises(SurgeryError, match="nearly cover"):
-        kvzip.score(session(load(checkpoints("llama")), "kvzip", recent=100))
-
-
 # All of them
 
 
@@ -266,8 +262,3 @@ def test_finds_the_heads_that_retrieve(session, method):
     assert {(5, 1), (3, 0), (4, 3)} <= best(result.scores, 3)
     again = scorer(method)(session(model, method, length, Backwards(), sinks=16, recent=112))
     assert torch.equal(result.scores, again.scores) and result.facts == again.facts
-
-
-def test_an_unknown_method_is_refused():
-    with pytest.raises(SurgeryError, match="choose duo"):
-        HeadSettings(method="magic")

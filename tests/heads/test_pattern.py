@@ -1,4 +1,4 @@
-"""The pattern file, and those of other projects."""
+"""The pattern file, its picture, and files of other projects."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgery.common.errors import SurgeryError
+from surgery.heads.heat_map import head_map, save_head_map
 from surgery.heads.import_patterns import read_pattern
 from surgery.heads.pattern import KEY, HeadPattern
 
@@ -168,6 +169,26 @@ def test_ranking_and_full_heads():
         pattern.full_heads(1.1)
 
 
+# Pictures
+
+
+def test_heat_map(tmp_path):
+    pattern = HeadPattern(torch.tensor([[0.9, 0.1, 0.8, 0.2], [0.0, 0.3, 0.1, 0.4]]), "a $x$", 0, 1)
+    panel = head_map(pattern).axes[0]
+    assert panel.get_title(loc="left") == r"a \$x\$"  # no mathematics
+    output, scores = panel.collections[0].get_array().reshape(2, 4), pattern.scores.numpy()
+    assert output.data == pytest.approx((scores - scores.min()) / (scores.max() - scores.min()))
+    assert panel.get_title(loc="right") == "0 to 0.9"
+    assert [(round(box.get_y() + 0.44), round(box.get_x() + 0.44)) for box in panel.patches] == [(0, 0), (0, 2)]
+    path = save_head_map(tmp_path / "map.png", pattern)
+    assert path.read_bytes() == save_head_map(tmp_path / "again.png", pattern).read_bytes()
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SurgeryError, match="cannot write"):
+        save_head_map(tmp_path / "nowhere" / "map.png", pattern)
+    panel = head_map(HeadPattern(torch.ones(2, 2), "flat")).axes[0]
+    assert panel.collections[0].get_array().ravel().tolist() == [0, 0, 0, 0]
+
+
 # Other projects'
 
 
@@ -192,6 +213,7 @@ def test_masks_of_prulong(tmp_path):
     pattern = read_pattern(tmp_path / "masks_sp0.5.tsv")
     assert pattern.scores.tolist() == [[1, 0, 0], [0, 1, 1]]
     assert (pattern.method, pattern.sinks, pattern.recent) == ("prulong", 128, 1024)
+    (tmp_path / "config.json").unlink()  # a table alone says nothing of sinks
     (tmp_path / "x.tsv").write_text("0.25\t1\n")
     pattern = read_pattern(tmp_path / "x.tsv")
     assert pattern.sinks is None and pattern.recent is None and pattern.model == {}

@@ -11,7 +11,6 @@ from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 from surgery.kernels.lowrank_decode.launches import default_config, launches
 from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.lowrank_decode.reference import lowrank_attention
-from surgery.kernels.split_kv import merge
 from surgery.model.group_cache import GroupLayer
 from surgery.model.group_stores import SharedCodes
 from surgery.model.left_padding import LeftPadding
@@ -280,24 +279,6 @@ def test_the_kernel_in_fp16(name, device):
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_in_bf16(name, device):
     check(name, torch.bfloat16, device)
-
-
-def test_parts_of_the_tokens_are_merged_by_their_lse():
-    """Latents [0, 48) in one call, the rest with the full-precision tokens in another: one call over all."""
-    settings = inputs(1, 2, 4, 2, 8, 6, 60, exact=12)
-    rotation, exact = tables(settings), {key: settings.pop(key) for key in ("exact_key", "exact_value")}
-    settings.pop("inv_freq")
-    exact["exact_slots"] = torch.cat([torch.arange(50, 60), torch.arange(2)]).int()[None]
-    common = {"rotation": rotation, "lengths": ints(60), "window": 9, "sinks": 2, "scale": 0.4}
-    latent = settings.pop("latent")
-    whole, whole_exact, whole_lse = lowrank_decode(latent=latent, **settings, **common, **exact)
-    old, _, old_lse = lowrank_decode(latent=latent[:, :48], **settings, **common)
-    new, new_exact, new_lse = lowrank_decode(latent=latent[:, 48:], **settings, **common, **exact, first=ints(48))
-    parts = [torch.cat([old, new_exact * 0], dim=-1), torch.cat([new, new_exact], dim=-1)]
-    logs = torch.stack([old_lse, new_lse], dim=-1).double()
-    merged, lse = merge(torch.stack(parts, dim=-2).flatten(0, 2), logs.flatten(0, 2))
-    torch.testing.assert_close(merged.view(1, 2, 4, -1), torch.cat([whole, whole_exact], dim=-1), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(lse.view(1, 2, 4).float(), whole_lse)
 
 
 WITHIN, BEGINS = rotation_tables(10.0 ** -torch.arange(2.0), 9, torch.float64)
