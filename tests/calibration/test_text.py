@@ -45,12 +45,6 @@ def test_builtin_leaves_out_tests_packages_and_the_held_out_modules(tmp_path, mo
     ]
 
 
-def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
-    with pytest.raises(SurgeryError, match="no source of the standard library at"):
-        load_text("builtin")
-
-
 def test_text_files_are_cut_at_line_ends_if_there_are_any_and_lose_nothing(tmp_path):
     path = tmp_path / "book.txt"
     book = "".join(f"line {number} of a long book, ä\n" for number in range(5000))
@@ -142,9 +136,12 @@ def test_unknown_sources_are_refused_at_once_and_never_looked_up(source, message
         iter_documents(source)
 
 
-def test_folders_are_refused(tmp_path):
+def test_folders_and_a_missing_standard_library_are_reported(tmp_path, monkeypatch):
     with pytest.raises(SurgeryError, match="is a folder; pass a file in it"):
         iter_documents(str(tmp_path))
+    monkeypatch.setattr(text_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
+    with pytest.raises(SurgeryError, match="no source of the standard library at"):
+        load_text("builtin")
 
 
 class FakeDatasets:

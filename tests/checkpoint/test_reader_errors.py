@@ -139,23 +139,17 @@ def test_damaged_index(sharded, content):
     refused(sharded, INDEX)
 
 
-def test_duplicate_tensors(sharded):
+def test_tensors_that_are_there_twice(sharded):
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, sharded / "model-00002-of-00002.safetensors")
     refused(sharded, "a is in both model-00001-of-00002.safetensors and model-00002-of-00002.safetensors")
-
-
-def test_two_sets_of_weights(sharded):
     save_file({"a": torch.zeros(2)}, sharded / "model.safetensors")
     refused(sharded, "remove the stale one")
 
 
-def test_index_of_one_file_is_fine(single):
+def test_an_index_may_be_of_one_file_and_leave_tensors_out(single, sharded):
     reader = CheckpointReader.open(single)
     weight_map = dict.fromkeys(reader.names(), "model.safetensors")
     (single / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert CheckpointReader.open(single).names() == reader.names()
-
-
-def test_tensor_that_the_index_leaves_out_is_kept(sharded):
     save_file({"b": torch.zeros(2), "extra": torch.ones(2)}, sharded / "model-00002-of-00002.safetensors")
     assert CheckpointReader.open(sharded).names() == ["a", "b", "extra"]

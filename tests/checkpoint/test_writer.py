@@ -162,9 +162,6 @@ def test_sidecar_files(tmp_path):
 def test_sidecar_names(tmp_path, name):
     with CheckpointWriter(tmp_path / "out", PLAN) as writer, pytest.raises(SurgeryError, match="choose another name"):
         writer.write_text(name, "x")
-
-
-def test_sidecar_that_is_not_there(tmp_path):
     with CheckpointWriter(tmp_path / "out", PLAN) as writer, pytest.raises(SurgeryError, match="gone: No such file"):
         writer.copy_file(tmp_path / "gone", "tokenizer.json")
 

@@ -74,13 +74,6 @@ class Caching(Embedding):
         return SimpleNamespace(past_key_values=past_key_values)
 
 
-def test_a_model_without_a_cache_is_refused():
-    model = Caching()
-    model.forward = lambda **_: SimpleNamespace(past_key_values=None)
-    with pytest.raises(SurgeryError, match="Caching returns no cache"):
-        measure_kv(model, 2)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_use_of_every_family(checkpoints, family):
     model = AutoModelForCausalLM.from_pretrained(checkpoints(family))
@@ -121,6 +114,10 @@ def test_growth_is_taken_over_whole_groups(context, values):
     assert (use.held_bytes, use.growth_per_token) == (values, 2)
 
 
-def test_a_short_context_is_decoded_from_its_first_token():
+def test_short_contexts_and_models_without_a_cache():
     assert measure_kv(Caching(), 2) == measure_kv(Caching(), 2, batch=1)
     assert (measure_kv(Caching(), 2).held_bytes, measure_kv(Caching(), 2).growth_per_token) == (32, 16)
+    model = Caching()
+    model.forward = lambda **_: SimpleNamespace(past_key_values=None)
+    with pytest.raises(SurgeryError, match="Caching returns no cache"):
+        measure_kv(model, 2)

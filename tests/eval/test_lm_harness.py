@@ -216,7 +216,7 @@ def test_settings_name_what_was_run(tmp_path):
         assert LmHarnessTask(name, edited).settings()["folder_sha256"] != settings[name]["folder_sha256"]
 
 
-def test_refuses_an_unknown_task(folder, monkeypatch):
+def test_refuses_unknown_tasks_and_missing_folders_and_tells_other_failures(folder, monkeypatch, tmp_path, loaded):
     from surgery.eval import lm_harness
 
     # Without the harness' own 14,000 tasks, which take seconds to index.
@@ -224,14 +224,8 @@ def test_refuses_an_unknown_task(folder, monkeypatch):
     monkeypatch.setattr(lm_harness, "_index", lambda include_path, built_in: index(include_path, False))
     with pytest.raises(SurgeryError, match=r"no task 'user_choise' .*tasks"):
         LmHarnessTask("user_choise", folder).settings()
-
-
-def test_refuses_a_missing_folder(tmp_path):
     with pytest.raises(SurgeryError, match="nowhere does not exist"):
         LmHarnessTask("user_choice", tmp_path / "nowhere").settings()
-
-
-def test_says_how_the_harness_failed(folder, loaded, tmp_path):
     model, tokenizer = loaded
     (tmp_path / "gone.yaml").write_text(CHOICE.format(data=tmp_path / "gone.jsonl"))
     with pytest.raises(SurgeryError, match=r"^lm-eval:user_choice failed in the harness: \w+: .*gone\.jsonl"):

@@ -157,9 +157,6 @@ def test_csv_reads_back_exactly(report, tmp_path):
     assert float(worse["recall_change_low"]) == change["recall"]["low"]
     assert lines["gqa"]["loss_change"] == lines["gqa"]["kl"] == ""
     assert json.loads(lines["gqa int4 KV"]["variant"])["bits"] == 4
-
-
-def test_csv_says_where_it_cannot_write(report, tmp_path):
     with pytest.raises(SurgeryError, match="missing"):
         csv_file.write(report, tmp_path / "missing" / "r.csv")
 

@@ -4,8 +4,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import torch
-from copying_model import CopyingModel
 from sessions import session
 from tiny_models import HELD_OUT
 
@@ -245,15 +243,6 @@ def test_the_task_scores_an_oracle_one_and_silence_zero(tokenizer, monkeypatch):
         for length in result["lengths"].values():
             assert list(length["tasks"]) == list(TASKS) and length["average"] == expected
             assert all(entry["scores"] == [expected] for entry in length["tasks"].values())
-
-
-@torch.no_grad()
-def test_a_copying_model_retrieves_and_does_not_trace(tokenizer):
-    names = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2", "vt")
-    task = RulerTask(lengths=(700,), samples=3, domain="code", haystack=SOURCE, tasks=names)
-    result = task.run(CopyingModel(len(tokenizer)), session(tokenizer), None)["lengths"]["700"]["tasks"]
-    assert [result[name]["score"] for name in names[:4]] == [1.0] * 4
-    assert result["vt"]["score"] < 0.5
 
 
 def test_settings_tell_data_apart(tokenizer):

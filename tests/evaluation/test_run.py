@@ -204,11 +204,14 @@ def test_the_baseline_itself_is_one_row_and_the_folder_is_named_for_the_first_ch
     assert (planned([one, two], None).out, planned([two], one).out) == ("one-eval", "two-eval")
 
 
-def test_a_report_of_more_is_not_replaced_unasked(whole, models):
+def test_other_folders_and_reports_of_more_are_left_alone(whole, models, tmp_path):
     _, out = whole
     write_report(whole[0], out)
     with pytest.raises(SurgeryError, match="row other, which the new one would not"):
         run([models[0]], None, out, **CHEAP)
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(SurgeryError, match="files other than an evaluation"):
+        run([models[0]], None, tmp_path)
 
 
 def test_cheap_baselines_that_a_report_no_longer_has_are_named(models, tmp_path, capsys):
@@ -267,12 +270,6 @@ def test_results_of_a_plugin_are_those_of_its_text_and_version(models, tmp_path,
     with pytest.raises(SurgeryError, match=r"task letters of letters 1\.1 failed: ZeroDivisionError") as error:
         run([models[0]], None, tmp_path / "out", tasks="letters", overwrite=True, limit=1)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-
-
-def test_foreign_folders_are_left_alone(models, tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(SurgeryError, match="files other than an evaluation"):
-        run([models[0]], None, tmp_path)
 
 
 def test_other_tokenizers_are_refused(models, tmp_path):

@@ -65,14 +65,6 @@ def test_another_identity_keeps_what_is_there_until_restart(tmp_path):
         Journal(path, IDENTITY)
 
 
-def test_restart_removes_no_file_of_others(tmp_path):
-    path = tmp_path / "journal"
-    path.write_text("mine")
-    with pytest.raises(SurgeryError, match="not a journal"):
-        Journal(path, IDENTITY, restart=True)
-    assert path.read_text() == "mine"
-
-
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "foreign", "folder"])
 def test_refuses_what_is_no_journal(tmp_path, damage):
     path = tmp_path / "journal"
@@ -86,10 +78,11 @@ def test_refuses_what_is_no_journal(tmp_path, damage):
     else:
         path.unlink()
         path.mkdir()
-    with pytest.raises(SurgeryError) as error:
-        Journal(path, {})
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-    assert path.exists()
+    for restart in (False, True):
+        with pytest.raises(SurgeryError) as error:
+            Journal(path, {}, restart=restart)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+        assert path.exists()
 
 
 def test_only_the_main_process_touches_the_file(tmp_path):

@@ -205,24 +205,6 @@ def noisy(model: SurgeryForCausalLM) -> SurgeryForCausalLM:
     return model
 
 
-def test_generates_alike_with_beams_padding_and_chunks():
-    """Beams reorder sums, sinks and codes; a first chunk may be padding in some row."""
-    source = tiny_source("llama", **MANY_HEADS)
-    entries = [
-        hybrid_entry(1, [3, 1, 0, 2], 2, sinks=2, recent=5),
-        hybrid_entry(0, [0, 1, 2, 3], sinks=1, recent=4),
-    ]
-    model = hybrid_model(source, entries)
-    prompt = tokens(2, 20)
-    mask = (torch.arange(20) >= torch.tensor([0, 9])[:, None]).long()
-    common = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8}
-    for how in ({"do_sample": False}, {"num_beams": 3, "do_sample": False}):
-        cached = model.generate(prompt, **common, **how)
-        assert torch.equal(cached, model.generate(prompt, **common, **how, use_cache=False))
-        chunked = model.generate(prompt, **common, **how, prefill_chunk_size=4, disable_compile=True)
-        assert torch.equal(cached, chunked)
-
-
 def test_masks_that_a_window_cannot_follow_are_refused():
     model = hybrid_model(tiny_source("llama"), [hybrid_entry(1, [1, 0], sinks=1, recent=3)] * own.LAYERS)
     ids = tokens(1, 6)

@@ -273,13 +273,6 @@ def test_tokens_come_back_from_their_codes(form, width, group, dtype):
         assert torch.equal(one, all_of_them[:, :, 3:4]), "codes are a function of their token"
 
 
-def test_bytes_of_a_token():
-    """4 bits, and a scale and a zero point of 16 bits for 32 channels: 5 bits a number."""
-    assert TokenCodes("int4", 32).token_bytes(128, torch.bfloat16) == 128 * 5 / 8
-    assert TokenCodes("fp8", 32).token_bytes(128, torch.bfloat16) == 128 + 4 * 2
-    assert TokenCodes("int3", 32).token_bytes(20, torch.bfloat16) == 9 + 2 * 2
-
-
 @pytest.mark.parametrize("arguments", [("int5", 32), ("int4", 0)])
 def test_impossible_codes_are_refused(arguments):
     with pytest.raises(ValueError):

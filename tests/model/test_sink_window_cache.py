@@ -42,23 +42,6 @@ def test_a_query_sees_exactly_the_tokens_of_the_definition(sinks, recent, sizes)
         assert layer.keys.shape[2] == min(last, recent - 1)
 
 
-def test_rows_are_repeated_reordered_and_selected():
-    keys = torch.randn(2, 2, 20, 4)
-    cache = SinkWindowCache(3, 6, layers=1)
-    cache.layers[0].padding = LeftPadding([0, 5])
-    cache.update(keys, keys, 0)
-    cache.batch_repeat_interleave(2)
-    cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
-    cache.batch_select_indices(torch.tensor([0, 1]))
-    direct = SinkWindowCache(3, 6, layers=1)
-    direct.layers[0].padding = LeftPadding([5, 0])
-    direct.update(keys[[1, 0]], keys[[1, 0]], 0)
-    assert cache.layers[0].padding.tolist() == [5, 0]
-    assert torch.equal(cache.layers[0].visible(2, CPU), direct.layers[0].visible(2, CPU))
-    more = torch.randn(2, 2, 2, 4)
-    assert torch.equal(cache.update(more, more, 0)[0], direct.update(more, more, 0)[0])
-
-
 def test_reset_crop_and_a_mask_of_transformers():
     cache = SinkWindowCache(3, 6, layers=1)
     keys = torch.randn(2, 2, 20, 4)

@@ -385,14 +385,11 @@ def test_a_budget_that_nothing_meets_is_told_with_the_smallest_that_there_is(che
     assert "--to lowrank --kv-ratio 0.0" in str(message.value) and "\n" not in str(message.value)
 
 
-def test_an_engine_gets_what_it_loads_only(checkpoints):
+def test_an_engine_gets_what_it_and_our_plugin_load(checkpoints):
     result = make_plan(checkpoints("llama"), PlanSettings(kv_ratio=0.5, engine="llama.cpp", **TEXT, **CONTEXT))
     assert {row.to for row in result.rows} <= {"mla", "gqa"} and not any("bits" in row.asked for row in result.rows)
     assert all(row.engines["llama.cpp"]["status"] != "refused" for row in result.rows)
     assert "llama.cpp" in result.refused["--to lowrank"]
-
-
-def test_what_our_plugin_runs_is_weighed_for_vllm(checkpoints):
     result = make_plan(
         checkpoints("llama"), PlanSettings(kv_ratio=0.5, engine="vllm", allow=("mla", "bits"), **TEXT, **CONTEXT)
     )

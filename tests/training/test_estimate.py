@@ -151,9 +151,6 @@ def test_operations_are_two_a_parameter_and_pass():
     assert result.total_flops == result.tokens * (6 + 2) * passed  # the student's and the teacher's
     assert llama(train="attention").total_flops < llama(train="all").total_flops
     assert llama(max_tokens=None, max_seconds=60).total_flops is None
-
-
-def test_no_device_is_guessed():
     with pytest.raises(SurgeryError, match="dtype auto depends on the device"):
         llama(dtype="auto")
 

@@ -91,19 +91,6 @@ def test_frozen_heads_and_heads_of_other_forms():
         torch.testing.assert_close(torch.autograd.grad(loss, student.hidden)[0], target)
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_tied_heads(chunks):
-    _, teacher, targets = pair()
-    table = nn.Embedding(VOCAB, TEACHER_WIDTH, dtype=torch.float64)
-    head = nn.Linear(TEACHER_WIDTH, VOCAB, bias=False, dtype=torch.float64)
-    head.weight = table.weight
-    student = States(table(targets).tanh(), head)
-    weights = ObjectiveWeights(kl=1)
-    (expected,) = torch.autograd.grad(plain(student, teacher, targets)["kl"], table.weight, retain_graph=True)
-    (actual,) = torch.autograd.grad(logit_losses(weights, student, teacher, chunks=chunks)["kl"], table.weight)
-    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
-
-
 def test_logits_of_all_positions_never_exist_at_once():
     student, teacher, targets = pair()
     calls = []

@@ -192,14 +192,11 @@ def test_impossible_requests():
         Recalls(Letters(), 1.5, 0)
 
 
-def test_orders_are_the_same_on_every_machine():
+def test_orders_are_the_same_on_every_machine_and_mixtures_keep_their_shares():
     assert shuffled(8, 1, 2).tolist() == [1, 3, 7, 2, 6, 4, 5, 0]
     assert _mixed(np.zeros(1, dtype=np.uint64))[0] == 0xE220A8397B1DCDAF  # SplitMix64's first number after seed 0
     assert sorted(shuffled(1000, 5)) == list(range(1000))
     assert not np.array_equal(shuffled(50, 0, 1), shuffled(50, 1, 0))
-
-
-def test_a_mixture_keeps_its_shares_and_spreads_them():
     order = interleaving([3, 1])
     assert order.tolist() == [0, 0, 1, 0]
     thirds = interleaving([1, 1, 1])

@@ -172,20 +172,17 @@ def test_processes_share_the_shards(tmp_path, small_shards):
     assert TeacherLogits(tmp_path, IDENTITY).missing() == []
 
 
-def test_other_caches_are_refused(tmp_path):
+def test_other_caches_and_folders_are_refused(tmp_path):
     TeacherLogits(tmp_path, IDENTITY)
     for name in vars(IDENTITY):
         changed = "x" if name in ("model", "data") else 10
         with pytest.raises(SurgeryError, match=rf"do not fit this run \({name} "):
             TeacherLogits(tmp_path, replace(IDENTITY, **{name: changed}))
-
-
-def test_other_folders_are_refused(tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(SurgeryError, match="contains files other than"):
-        TeacherLogits(tmp_path, IDENTITY)
     (tmp_path / HEADER).write_text(json.dumps({"format": 0}))
     with pytest.raises(SurgeryError, match="not a header of teacher logits"):
+        TeacherLogits(tmp_path, IDENTITY)
+    (tmp_path / HEADER).rename(tmp_path / "thesis.txt")
+    with pytest.raises(SurgeryError, match="contains files other than"):
         TeacherLogits(tmp_path, IDENTITY)
 
 

@@ -264,7 +264,7 @@ def test_query_heads_are_dealt_by_norms_of_the_pooled_keys():
     torch.testing.assert_close(pooled_key_norms(layer, statistics_of(layer), kv_heads), expected)
 
 
-def test_padded_groups_compute_what_unequal_groups_do():
+def test_padded_groups_compute_what_unequal_groups_do_and_divide_the_hidden_size():
     layer = replace(random_layer(), sinks=random(H, seed=70))
     pooled = merge_kv_heads(layer, statistics_of(layer), 2, "mean-pool").anatomy
     counts = [6, 2]
@@ -276,9 +276,6 @@ def test_padded_groups_compute_what_unequal_groups_do():
     x = inputs_of(pooled, seed=50)
     torch.testing.assert_close(output(padded, x), output(replace(pooled, **copies), x))
     assert (output(padded, x) - output(pooled, x)).abs().max() > 1e-3
-
-
-def test_padded_groups_divide_the_hidden_size():
     assert padded_group(6, 2, 32) == 8
     assert padded_group(4, 2, 32) == 4
     with pytest.raises(SurgeryError, match="exceed the hidden size"):

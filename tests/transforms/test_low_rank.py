@@ -267,11 +267,6 @@ def test_think_keeps_the_pairs_that_matter_to_scores():
     torch.testing.assert_close(converted.value_up.flatten(0, 1) @ converted.down, layer.v.flatten(0, 1))
 
 
-def test_think_cannot_go_below_the_values():
-    with pytest.raises(SurgeryError, match=r"keeps all 24 elements of the values.* at least 32 of 48"):
-        blocks_for("think", random_layer(), 31)
-
-
 def test_palu_ranks_follow_the_fisher_information():
     layer = random_layer("normed")
     information = [(1.0, 3.0), (2.0, 6.0), (0.0, 4.0)]
@@ -373,6 +368,8 @@ def test_refusals():
         blocks_for("fisher", layer, 49)
     with pytest.raises(SurgeryError, match="ranks 3 for keys and 30 for values"):
         blocks_for("separate", layer, 33, key_rank=3)
+    with pytest.raises(SurgeryError, match=r"keeps all 24 elements of the values.* at least 32 of 48"):
+        blocks_for("think", random_layer(), 31)
 
 
 def test_a_prefix_of_the_latents_is_the_smaller_layer():
