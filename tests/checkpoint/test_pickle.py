@@ -19,14 +19,8 @@ class Hostile:
 def state() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     matrix = torch.randn(5, 3)
-    return {
-        "w": matrix.bfloat16(),
-        "transposed": matrix.T,
-        "tied": matrix,
-        "fp8": matrix.to(torch.float8_e4m3fn),
-        "p": torch.nn.Parameter(torch.randn(2)),
-        "scalar": torch.tensor(3),
-    }
+    matrices = {"w": matrix.bfloat16(), "transposed": matrix.T, "tied": matrix, "fp8": matrix.to(torch.float8_e4m3fn)}
+    return {**matrices, "p": torch.nn.Parameter(torch.randn(2)), "scalar": torch.tensor(3)}
 
 
 def pickled(folder, shards, **options):

@@ -94,12 +94,9 @@ def test_leaves_the_mode_of_the_model(model, session):
     assert all(module.training for module in model.modules())
 
 
-def test_goes_beyond_the_context_of_the_model(model, session):
+def test_goes_beyond_the_context_of_the_model_but_not_without_a_prompt(model, session):
     long = [1] + [5 + i % 90 for i in range(model.config.max_position_embeddings + 20)]
     assert complete(model, session, [long, [1, 2]], 3, "write") == [greedy(model, p, 3, {0}) for p in (long, [1, 2])]
-
-
-def test_refuses_nonsense(model, session):
     with pytest.raises(SurgeryError, match="prompt is empty"):
         complete(model, session, [[1], []], 3, "write")
     assert complete(model, session, [], 3, "write") == []

@@ -16,8 +16,8 @@ from surgery.workflow.recipe import Recipe, checked_recipe, run_recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-QUICK |= {"rope_dim": 4}
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+QUICK = {**TEXT, "rope_dim": 4}
 MEASURED = {"tasks": ["loss"], "variants": "none", "windows": 2, "length": 64, "device": "cpu"}
 
 
@@ -95,6 +95,8 @@ STEP = {"convert": {"name": "a", "source": "builtin"}}
 HEADS = {"heads": {"name": "p", "source": "builtin", "method": "needle"}}
 HALF = {"convert": {"name": "half", "source": "builtin"}}
 HYBRID = {"name": "h", "to": "hybrid"}
+PLAN = {"plan": {"name": "chosen", "source": "builtin"}}
+PLANNED = {"name": "a", "source": "builtin", "plan": "chosen"}
 
 
 def sliced(source):
@@ -125,6 +127,11 @@ def sliced(source):
         ([HEADS, sliced("p")], "p is a heads step, whose output cannot be used here"),
         ([{"convert": {**HYBRID, "source": "builtin", "heads": "p.x"}}], "p.x: no such pattern file"),
         ([HEADS, {"compare-heads": {"name": "c", "patterns": ["p"]}}], "compare-heads was removed"),
+        ([{"convert": PLANNED}, PLAN], "chosen is not an output of an earlier step"),
+        ([{"convert": {**PLANNED, "plan": "gone.yaml"}}], "gone.yaml: no such plan file"),
+        ([PLAN, {"convert": {**PLANNED, "to": "mla"}}], "remove to"),
+        ([PLAN, sliced("chosen")], "chosen is a plan step, whose output cannot be used here"),
+        ([{"plan": {**PLAN["plan"], "kv_ration": 0.5}}], "did you mean kv_ratio"),
         ([{"heal": {"name": "h", "student": "gone", "teacher": "builtin"}}], "step h: gone: no such folder"),
         ([{"convert": {**STEP["convert"], "held_out": "few"}}], "step a: .*held_out must be a whole number"),
     ],
@@ -201,3 +208,31 @@ def test_a_dry_run_refuses_what_a_step_would_refuse(finished, tmp_path):
         run_recipe(measured, tmp_path / "eval" / "work", Progress(silent=True))
     for error, where in ((planned, f"{path}, step sliced: "), (run, f"{measured}, step report: ")):
         assert str(error.value).startswith(where) and str(error.value).count("step ") == 1
+
+
+def test_a_conversion_carries_out_the_plan_before_it(checkpoints, tmp_path):
+    source = str(checkpoints("llama"))
+    settings = {
+        "kv_ratio": 0.5,
+        "allow": ["lowrank", "quantized"],
+        "context": "64",
+        **TEXT,
+        "held_out": 2,
+        "recall": 0.0,
+    }
+    recipe = write(
+        tmp_path,
+        {"plan": {"name": "chosen", "source": source, **settings}},
+        {"convert": {"name": "small", "source": source, "plan": "chosen", "held_out": 1}},
+    )
+    finished = run_recipe(recipe, tmp_path / "work", Progress(silent=True))
+    document = yaml.safe_load((tmp_path / "work" / "chosen.yaml").read_text())
+    report = json.loads((finished.checkpoints["small"] / "surgery_report.json").read_text())
+    assert report["target"]["to"] == document["to"] and report["target"]["predicted"] == document["predicted"]
+    assert report["settings"]["held_out"] == 1  # a conversion's own settings win
+    before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "work").glob("*.yaml"))]
+    run_recipe(recipe, tmp_path / "work", Progress(silent=True))
+    assert before == [path.stat().st_mtime_ns for path in sorted((tmp_path / "work").glob("*.yaml"))]
+    other = write(tmp_path, {"plan": {"name": "chosen", "source": source, **settings, "kv_ratio": 0.25}})
+    with pytest.raises(SurgeryError, match=r"chosen\.yaml: exists, but from another source or with other settings"):
+        run_recipe(other, tmp_path / "work", Progress(silent=True))

@@ -32,16 +32,10 @@ CHEAP = {"tasks": "loss,generate", "new_tokens": 3, "variants": "int8,window,fp8
 
 
 def run(checkpoints, baseline, out, *, overwrite=False, restart=False, **settings):
-    request = EvaluationRequest(
-        tuple(map(str, checkpoints)),
-        None if baseline is None else str(baseline),
-        out,
-        EvalSettings(**{**SMALL, "tasks": "loss", **settings}),
-        command="surgery eval ...",
-        overwrite=overwrite,
-        restart=restart,
-    )
-    return evaluate(request, Progress(silent=True)).report
+    models = tuple(map(str, checkpoints)), None if baseline is None else str(baseline)
+    settings = EvalSettings(**{**SMALL, "tasks": "loss", **settings})
+    how = {"command": "surgery eval ...", "overwrite": overwrite, "restart": restart}
+    return evaluate(EvaluationRequest(*models, out, settings, **how), Progress(silent=True)).report
 
 
 @pytest.fixture(scope="module")

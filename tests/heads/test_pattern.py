@@ -16,22 +16,13 @@ from surgery.heads.pattern import KEY, HeadPattern
 
 def make_pattern(**changes):
     generator = torch.Generator().manual_seed(0)
-    settings = {
-        "scores": torch.randn(3, 4, generator=generator),
-        "method": "needle",
-        "sinks": 16,
-        "recent": 112,
-        "spread": torch.rand(3, 4, generator=generator),
-        "parts": {"copy": torch.rand(3, 8, generator=generator), "steps": torch.arange(5)},
-        "settings": {"length": 1024, "text": "builtin", "samples": None},
-        "facts": {"needles": 7},
-        "data_sha256": "ab" * 32,
-        "model": {"name": "démo", "sha256": "cd" * 32, "config_sha256": "ef" * 32},
-        "seeds": (0, 1),
-        "seconds": 1.25,
-        "versions": {"torch": "2.13"},
-    }
-    return HeadPattern(**{**settings, **changes})
+    scores, spread = torch.randn(3, 4, generator=generator), torch.rand(3, 4, generator=generator)
+    parts = {"copy": torch.rand(3, 8, generator=generator), "steps": torch.arange(5)}
+    own = {"scores": scores, "method": "needle", "sinks": 16, "recent": 112, "spread": spread, "parts": parts}
+    own |= {"settings": {"length": 1024, "text": "builtin", "samples": None}, "facts": {"needles": 7}}
+    own |= {"model": {"name": "démo", "sha256": "cd" * 32, "config_sha256": "ef" * 32}, "data_sha256": "ab" * 32}
+    own |= {"seeds": (0, 1), "seconds": 1.25, "versions": {"torch": "2.13"}}
+    return HeadPattern(**{**own, **changes})
 
 
 def test_round_trip(tmp_path):

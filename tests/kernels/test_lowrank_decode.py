@@ -103,19 +103,10 @@ def test_what_a_residual_window_caches_is_served():
         if own < max(padding):
             continue
         exact = exact.unflatten(-1, (2 * kv_heads, dim))[:, 0].transpose(1, 2)
-        out, exact_out, _ = lowrank_decode(
-            settings["query"][:, own, None],
-            latent[:, 0],
-            settings["key_up"],
-            0.5,
-            rotation=rotation,
-            starts=ints(*padding),
-            window=window,
-            sinks=sinks,
-            exact_key=exact[:, :kv_heads],
-            exact_value=exact[:, kv_heads:],
-            exact_slots=key_slots,
-        )
+        how = {"rotation": rotation, "starts": ints(*padding), "window": window, "sinks": sinks}
+        how |= {"exact_key": exact[:, :kv_heads], "exact_value": exact[:, kv_heads:], "exact_slots": key_slots}
+        query = settings["query"][:, own, None]
+        out, exact_out, _ = lowrank_decode(query, latent[:, 0], settings["key_up"], 0.5, **how)
         for row, start in enumerate(padding):
             mask = torch.arange(start, own + 1)
             is_exact = (mask > own - window) | (mask - start < sinks)
@@ -153,23 +144,10 @@ def test_what_a_group_of_layers_caches_is_served(piece):
         causal = reading.first + torch.arange(piece)[:, None] >= torch.arange(layer.seen)
         mask = reading.select(causal[None, None])[0, 0]
         exact_key, exact_value = exact[0].unflatten(-1, (2, kv_heads, dim)).permute(2, 0, 3, 1, 4)
-        out, exact_out, _ = lowrank_decode(
-            query[None],
-            codes[:, 0],
-            basis[0],
-            0.5,
-            rotation=rotation,
-            key_bias=settings["key_bias"],
-            norm_weight=settings["norm_weight"],
-            norm_eps=settings["norm_eps"],
-            lengths=ints(layer.seen),
-            rebuilt=ints([sinks, reading.block_start]),
-            window=window,
-            exact_key=exact_key,
-            exact_value=exact_value,
-            exact_slots=reading.exact.int()[None],
-            raw_exact=True,
-        )
+        how = {name: settings[name] for name in ("key_bias", "norm_weight", "norm_eps")} | {"rotation": rotation}
+        how |= {"exact_key": exact_key, "exact_value": exact_value, "exact_slots": reading.exact.int()[None]}
+        how |= {"lengths": ints(layer.seen), "rebuilt": ints([sinks, reading.block_start]), "window": window}
+        out, exact_out, _ = lowrank_decode(query[None], codes[:, 0], basis[0], 0.5, **how, raw_exact=True)
         result = torch.einsum("thr,hvr->thv", out[0], basis[1].repeat_interleave(2, 0)) + exact_out[0]
         for token in range(piece):
             expected = by_hand(query[token], key[:, mask[token]], value[:, mask[token]], 0.5)
