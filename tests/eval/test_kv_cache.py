@@ -4,12 +4,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, SHAPE
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from surgery.common.errors import SurgeryError

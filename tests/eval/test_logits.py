@@ -6,14 +6,7 @@ import pytest
 import torch
 from measures import mean_loss
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    GraniteConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GraniteConfig, LlamaConfig, LlamaForCausalLM
 
 import surgery
 from surgery.eval import token_losses
