@@ -141,12 +141,8 @@ def test_what_is_installed_is_read_recent_first_and_once(monkeypatch):
     lines = [f"Sentence number {word} says something that nobody else says, at a length that is enough." for word in
              ("one", "two", "three", "four", "five", "six", "seven")]  # fmt: skip
     old, new = "\n\n".join(lines[:6]), "\n\n".join(lines[1:])
-    results = [
-        told("old", "2.1", old),
-        told("new", "2.4", new),
-        told("dated", "2.1", f"{old}\n\n2026"),
-        told("no", "2.4", ""),
-    ]
+    dated = told("dated", "2.1", f"{old}\n\n2026")
+    results = [told("old", "2.1", old), told("new", "2.4", new), dated, told("no", "2.4", "")]
     monkeypatch.setattr(installed.metadata, "distributions", lambda: results)
     names = [name for name, _ in installed_prose(0)]
     assert names[0] in ("new 1", "dated 1") and "no 1" not in names

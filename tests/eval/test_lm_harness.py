@@ -126,15 +126,9 @@ def session(tokenizer, **changes):
 def test_equals_the_command_line(folder, loaded, cache, checkpoints, tmp_path):
     model, tokenizer = loaded
     ours = LmHarnessTask("user_group", folder).run(model, session(tokenizer))
-    arguments = {
-        "--model": "hf",
-        "--model_args": f"pretrained={checkpoints('llama')},dtype=float32",
-        "--tasks": "user_group",
-        "--include_path": folder,
-        "--output_path": tmp_path,
-        "--device": "cpu",
-        "--batch_size": 3,
-    }
+    arguments = {"--model": "hf", "--model_args": f"pretrained={checkpoints('llama')},dtype=float32"}
+    arguments |= {"--tasks": "user_group", "--include_path": folder, "--output_path": tmp_path}
+    arguments |= {"--device": "cpu", "--batch_size": 3}
     command = [sys.executable, "-m", "lm_eval", "run", *(str(word) for pair in arguments.items() for word in pair)]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(cache)}
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}

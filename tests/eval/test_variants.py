@@ -190,12 +190,8 @@ def test_foreign_caches_are_refused(load, variant):
     tokens = tokens_of(2, 10)
     filled = load()(tokens).past_key_values
     model = variant(load())
-    for cache in (
-        filled,
-        StaticCache(config=model.config, max_cache_len=64),
-        quantize_kv(load(), "int8")(tokens).past_key_values,
-        quantized_cache("int2"),
-    ):
+    static, int8 = StaticCache(config=model.config, max_cache_len=64), quantize_kv(load(), "int8")
+    for cache in (filled, static, int8(tokens).past_key_values, quantized_cache("int2")):
         with pytest.raises(SurgeryError, match="cannot continue"):
             model(tokens, past_key_values=cache)
 

@@ -212,14 +212,8 @@ def test_a_dry_run_refuses_what_a_step_would_refuse(finished, tmp_path):
 
 def test_a_conversion_carries_out_the_plan_before_it(checkpoints, tmp_path):
     source = str(checkpoints("llama"))
-    settings = {
-        "kv_ratio": 0.5,
-        "allow": ["lowrank", "quantized"],
-        "context": "64",
-        **TEXT,
-        "held_out": 2,
-        "recall": 0.0,
-    }
+    settings = {"kv_ratio": 0.5, "allow": ["lowrank", "quantized"], "context": "64"}
+    settings |= {**TEXT, "held_out": 2, "recall": 0.0}
     recipe = write(
         tmp_path,
         {"plan": {"name": "chosen", "source": source, **settings}},

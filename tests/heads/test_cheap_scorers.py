@@ -181,12 +181,7 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
         if fact >= 0:
             nth[position] = nth.get(position - 1, -1) + 1
     answer = max(nth.values()) + 1
-    heads = (
-        elsewhere,
-        lambda row: source(row) if nth[row + 1] < 2 else 0,
-        lambda row: source(row),
-        lambda row: row,
-    )
+    heads = (elsewhere, lambda row: source(row) if nth[row + 1] < 2 else 0, source, lambda row: row)
     assert sum(elsewhere(position - 1) > 0 for position in nth) >= 4
     monkeypatch.setattr(needle, "attention_rows", looking_at(lambda row, head: heads[head](row)))
     monkeypatch.setattr(needle, "LogitReader", KnowsAll)

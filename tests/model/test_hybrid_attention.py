@@ -12,12 +12,8 @@ import surgery.model.hybrid_cache
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 
 HEADS, KV_HEADS = 8, 4
-MANY_HEADS = {
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "hidden_size": 32,
-    "head_dim": own.HEAD_DIM,
-}
+MANY_HEADS = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "hidden_size": 32}
+MANY_HEADS |= {"head_dim": own.HEAD_DIM}
 
 
 class DenseReference:
@@ -147,14 +143,8 @@ def test_latents_stream_likewise(family, make):
 def test_quantized_streaming_heads_do_not_depend_on_chunks(form):
     source = tiny_source("llama", **MANY_HEADS).double()
     kv_cache = {"format": "int8", "group": 32, "window": 64, "keys": "channel", "streaming_format": form}
-    entries = [
-        hybrid_entry(1, [3, 1, 0, 2], 1, sinks=2, recent=6),
-        hybrid_entry(0, [0, 1, 2, 3], sinks=0, recent=4),
-    ]
-    model, exact = (
-        hybrid_model(source, entries, kv_cache=kv_cache).double(),
-        hybrid_model(source, entries).double(),
-    )
+    entries = [hybrid_entry(1, [3, 1, 0, 2], 1, sinks=2, recent=6), hybrid_entry(0, [0, 1, 2, 3], sinks=0, recent=4)]
+    model, exact = (hybrid_model(source, entries, kv_cache=cache).double() for cache in (kv_cache, None))
     ids, padding = tokens(2, 30), [0, 5]
     expected = own.through_cache(model, ids, padding, [30])
     for chunks in ([10, 10, 1, 1, 8], [1] * 30):

@@ -176,12 +176,8 @@ def test_layers_are_built_for_a_new_cache_only(monkeypatch):
 
 def test_a_cache_of_another_form_is_refused():
     model = hybrid()
-    others = [
-        full_and_stock(),
-        hybrid(kv_cache=INT8),
-        hybrid_model(tiny_source("llama"), [hybrid_entry(1, [1, 0])] * 2),
-    ]
-    for other in others:
+    entries = [hybrid_entry(1, [1, 0])] * 2
+    for other in (full_and_stock(), hybrid(kv_cache=INT8), hybrid_model(tiny_source("llama"), entries)):
         with pytest.raises(ValueError, match="cannot continue"):
             model(tokens(), past_key_values=other(tokens()).past_key_values)
     twin = hybrid()

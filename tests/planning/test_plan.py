@@ -306,11 +306,8 @@ def test_sizes_around_a_budget_are_of_what_is_not_clearly_worse_there(plan):
         settings = {**message, "kv_ratio": share}
         return SimpleNamespace(target=target, asked=settings, config=(target, share), name="") if share != 0.5 else None
 
-    attempts = [
-        sized("good", {"bits": "auto"}, 0.25),
-        sized("far", {}, 0.25),
-        SimpleNamespace(asked={}, config="plain"),
-    ]
+    plain = SimpleNamespace(asked={}, config="plain")
+    attempts = [sized("good", {"bits": "auto"}, 0.25), sized("far", {}, 0.25), plain]
     rows = [
         replace(row_of(plan, [cost, cost], cost, kv_ratio=size / 16), kv_bytes=size)
         for size, cost in [(4, 1.0), (3, 9.0), (5, 2.0)]  # the second is smaller, but the first keeps to the budget too

@@ -47,18 +47,6 @@ def step(accelerator, model, optimizer):
     optimizer.zero_grad()
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(accelerator, tmp_path):
-    model, optimizer, checkpoints = prepared(accelerator, tmp_path / "run")
-    step(accelerator, model, optimizer)
-    path = checkpoints.save({"step": 1, "note": "x"})
-    step(accelerator, model, optimizer)
-    expected = {name: each.clone() for name, each in model.state_dict().items()}
-    step(accelerator, model, optimizer)
-    assert checkpoints.load(path) == {"step": 1, "note": "x"}
-    step(accelerator, model, optimizer)
-    assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
-
-
 def test_only_what_trains_is_kept(accelerator, tmp_path):
     from safetensors.torch import load_file
 

@@ -37,10 +37,7 @@ def plain(student: States, teacher: States, targets: torch.Tensor) -> dict:
     wide = torch.promote_types(logits.dtype, torch.float32)
     q = softmax(logits.to(wide), -1)
     p = softmax(teacher.head(teacher.hidden).detach().to(wide), -1)
-    return {
-        "kl": (p * (p / q).log()).sum(-1).mean(),
-        "cross_entropy": whole_cross_entropy(logits.to(wide), targets),
-    }
+    return {"kl": (p * (p / q).log()).sum(-1).mean(), "cross_entropy": whole_cross_entropy(logits.to(wide), targets)}
 
 
 def gradients(loss: torch.Tensor, states: States) -> list[torch.Tensor]:
