@@ -91,6 +91,14 @@ def test_of_a_family(folders, data):
 
 
 @given(st.data())
+@cases(1, limit=500)
+def test_inspected(folders, data):
+    folder, config = folders[data.draw(st.sampled_from(NAMES))]
+    (folder / "config.json").write_text(json.dumps(data.draw(mutated(config))))
+    taken_or_refused(lambda: inspect_checkpoint(folder))
+
+
+@given(st.data())
 @cases(8, limit=2000)
 def test_of_a_conversion(converted, data):
     folder, config = converted[data.draw(st.sampled_from(sorted(converted)))]
