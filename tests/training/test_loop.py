@@ -87,8 +87,11 @@ def test_a_healing_carries_no_stray_files(settings, student, tmp_path):
         (copy / stray).write_text("{}")
     (copy / "id_rsa").symlink_to("/etc/hostname")
     (copy / "chat_template.jinja").write_text("{{ messages }}")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "modeling_x.Config"}}))
     values = settings(max_steps=1) | {"student": str(copy)}
     facts = heal_here(values)
+    assert "auto_map" not in json.loads((Path(values["out"]) / "config.json").read_text())
     there = {path.name for path in Path(values["out"]).iterdir()}
     assert there - {path.name for path in student.iterdir()} == {"heal.json", "heal.jsonl", "chat_template.jinja"}
     left_out = ["id_rsa", "modeling_x.py", "notes.txt", "optimizer.pt", "trainer_state.json"]
