@@ -45,6 +45,15 @@ def test_the_numbers_are_those_of_transformers_and_of_each_block(checkpoint):
     assert partial  # 24 rows of what makes the latent
 
 
+def test_a_conversion_dequantizes_and_says_so(checkpoint, tmp_path):
+    report = convert_checkpoint(checkpoint, tmp_path / "out", ConvertSettings(calibration="none")).report.to_dict()
+    assert report["source"]["dequantised_from"] == "FP8"
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    files, reader = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(checkpoint)
+    expert = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert torch.equal(files[expert], reader.tensor(expert)) and not [name for name in files if "scale" in name]
+
+
 def test_scales_that_do_not_fit_are_refused(checkpoint, tmp_path):
     tensors, name = load_file(checkpoint / "model.safetensors"), "model.layers.0.self_attn.o_proj.weight"
     save_file(tensors | {name + "_scale_inv": torch.ones(1, 1)}, checkpoint / "model.safetensors", {"format": "pt"})
