@@ -107,11 +107,8 @@ def test_a_limit_is_kept_and_freed(tmp_path):
     assert (memory.used, memory.spilled) == (0, 0)
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_a_full_disk_and_a_limit_that_is_no_size_are_one_line(tmp_path):
     with pytest.raises(SurgeryError, match=r"no space left|File too large"):
         ActivationMemory(0, tmp_path).empty((2**50,), torch.float32)
-
-
-def test_a_limit_is_a_size():
     with pytest.raises(SurgeryError, match="'much' is not a size"):
         ConvertSettings(activation_memory="much")

@@ -91,14 +91,12 @@ def test_prose_has_its_facts_in_sentences(tokenizer, monkeypatch):
     assert not any("Recall:" in text for text in texts)
 
 
-def test_where_nothing_is_installed_other_documents_are_held_out(tokenizer, monkeypatch):
+def test_little_text(tokenizer, monkeypatch):
+    """Other documents of the same text are held out, if there are any."""
     few(monkeypatch, [words(0x100), words(0x200)] * 20)
     built = build_mixture(tokenizer, {"prose": 1.0}, None, SequenceRequest(128, 64, recall=0.0, held_out=2))
     assert built.description["parts"]["prose"]["held_out_source"] == "the same text, other documents"
     assert len(built.held_out) == 2
-
-
-def test_too_little_text_is_refused(tokenizer, monkeypatch):
     few(monkeypatch, ["a few words"])
     with pytest.raises(SurgeryError, match="not enough prose text for 2 sequences of 64 tokens"):
         build_mixture(tokenizer, {"prose": 1.0}, None, SequenceRequest(128, 64, held_out=1))
@@ -143,12 +141,8 @@ def test_what_is_installed_is_read_recent_first_and_once(monkeypatch):
     lines = [f"Sentence number {word} says something that nobody else says, at a length that is enough." for word in
              ("one", "two", "three", "four", "five", "six", "seven")]  # fmt: skip
     old, new = "\n\n".join(lines[:6]), "\n\n".join(lines[1:])
-    results = [
-        told("old", "2.1", old),
-        told("new", "2.4", new),
-        told("dated", "2.1", f"{old}\n\n2026"),
-        told("no", "2.4", ""),
-    ]
+    dated = told("dated", "2.1", f"{old}\n\n2026")
+    results = [told("old", "2.1", old), told("new", "2.4", new), dated, told("no", "2.4", "")]
     monkeypatch.setattr(installed.metadata, "distributions", lambda: results)
     names = [name for name, _ in installed_prose(0)]
     assert names[0] in ("new 1", "dated 1") and "no 1" not in names
@@ -180,17 +174,6 @@ def test_docstrings_of_what_is_installed(tmp_path, monkeypatch):
 def test_installed_code_is_that_of_its_packages():
     name, text = next(installed_code(0))
     assert name.split()[0] in ("torch", "transformers") and ("import" in text or "def " in text)
-
-
-def test_replies_follow_their_prompts_and_end(model):
-    prompts = [[1, 5, 6], [1, 9], [1, 7, 7, 7, 7, 7]]
-    replies = sample_replies(model, prompts, 12, ends={0}, seed=3)
-    for prompt, reply in zip(prompts, replies, strict=True):
-        assert reply[: len(prompt)] == prompt and len(prompt) < len(reply) <= 18
-        assert 0 not in reply[len(prompt) : -1]
-    assert replies == sample_replies(model, prompts, 12, ends={0}, seed=3)
-    shortest = sample_replies(model, prompts, 12, ends=set(range(4096)))
-    assert [len(reply) for reply in shortest] == [len(prompt) + 1 for prompt in prompts]
 
 
 @pytest.fixture

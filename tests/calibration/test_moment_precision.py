@@ -6,17 +6,16 @@ import pytest
 import torch
 from device_checks import on_device
 from no_host_sync import NoHostSync
-from random_layers import random, random_layer
+from random_layers import random_layer
 
 from surgery.calibration import kronecker, statistics
-from surgery.calibration.kronecker import kronecker_factors, weighted_mean, weighted_moment
+from surgery.calibration.kronecker import weighted_mean, weighted_moment
 from surgery.calibration.statistics import MomentAccumulator, lag_statistics
 from surgery.families.attention import CapturedAttention
 from surgery.running import layer_stream, moment_precision
 from surgery.running.moment_precision import CPU, MomentPrecision
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.transforms.algebra import left_root
 from surgery.transforms.key_basis import identity_basis
 
 CUDA = torch.device("cuda", 0)
@@ -102,15 +101,6 @@ def test_a_microbatch_of_the_sweep_does_not_wait():
 @pytest.mark.parametrize("check", ["sums_of_a_sweep", "lags", "factorizations"])
 def test_on_a_device_without_values(check):
     on_device(check)
-
-
-def test_factors_do_not_depend_on_where_they_are_fitted():
-    x, g = random(40, 6, seed=1), random(40, 6, seed=2)
-    whole = kronecker_factors([[x]], [[g]])
-    batched = kronecker_factors([[x[:13], x[13:20]], [x[20:]]], [[g[:13], g[13:20]], [g[20:]]])
-    torch.testing.assert_close(batched.moment, whole.moment)
-    torch.testing.assert_close(batched.gradient, whole.gradient)
-    torch.testing.assert_close(left_root(whole.moment) @ left_root(whole.moment).T, whole.moment)
 
 
 def test_losses_of_tokens_do_not_wait(checkpoints, monkeypatch):

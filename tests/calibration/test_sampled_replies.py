@@ -20,15 +20,12 @@ def model():
     return LlamaForCausalLM(config)
 
 
-def test_replies_follow_prompts_of_any_length(model):
+def test_replies_follow_prompts_of_any_length_and_the_seed(model):
     prompts = [[1, 5, 7], [1, 9]]
     replies = sample_replies(model, prompts, 6, ends=())
     assert [reply[: len(prompt)] for reply, prompt in zip(replies, prompts, strict=True)] == prompts
     assert {len(reply) for reply in replies} == {9} and max(map(max, replies)) < 97
     assert model.training  # as it came
-
-
-def test_the_seed_decides(model):
     first, again, other = (sample_replies(model, [[1]], 24, ends=(), seed=seed) for seed in (0, 0, 1))
     assert first == again != other
 

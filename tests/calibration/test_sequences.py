@@ -1,19 +1,16 @@
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import byte_tokenizer
 
-import surgery
 from surgery.calibration.held_out import HeldOut
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 
-ASSETS = Path(surgery.__file__).parent / "assets"
 FACT = re.compile(r"# The secret key of (\w+) is (\d{5})\.\n")
 RECALL = re.compile(r"# Recall: the secret key of (\w+) is (\d{5})\.\n")
 
@@ -45,19 +42,15 @@ def test_the_default_calibration(tokenizer):
     json.dumps(built.description)
 
 
-def test_equal_arguments_give_equal_sequences(tokenizer, source):
+def test_equal_arguments_give_equal_sequences_and_hashes(tokenizer, source):
     first, again, other = (build(tokenizer, source, 1024, 256, seed=seed, held_out=2) for seed in (0, 0, 1))
     assert torch.equal(first.tokens, again.tokens) and torch.equal(first.held_out, again.held_out)
     assert first.description == again.description
     assert not torch.equal(first.tokens, other.tokens)
     assert first.description["sha256"] != other.description["sha256"]
-
-
-def test_the_hash_is_that_of_the_tokens(tokenizer, source):
-    built = build(tokenizer, source, 1024, 256, held_out=2)
-    little_endian = b"".join(int(token).to_bytes(8, "little") for token in built.tokens.flatten())
-    assert built.description["sha256"] == hashlib.sha256(little_endian).hexdigest() == token_hash(built.tokens)
-    assert built.description["held_out_sha256"] == token_hash(built.held_out)
+    little_endian = b"".join(int(token).to_bytes(8, "little") for token in first.tokens.flatten())
+    assert first.description["sha256"] == hashlib.sha256(little_endian).hexdigest() == token_hash(first.tokens)
+    assert first.description["held_out_sha256"] == token_hash(first.held_out)
 
 
 def test_held_out_text_is_from_other_documents(source):

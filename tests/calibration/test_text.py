@@ -45,13 +45,7 @@ def test_builtin_leaves_out_tests_packages_and_the_held_out_modules(tmp_path, mo
     ]
 
 
-def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
-    with pytest.raises(SurgeryError, match="no source of the standard library at"):
-        load_text("builtin")
-
-
-def test_a_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path):
+def test_text_files_are_cut_at_line_ends_if_there_are_any_and_lose_nothing(tmp_path):
     path = tmp_path / "book.txt"
     book = "".join(f"line {number} of a long book, ä\n" for number in range(5000))
     path.write_text(book, encoding="utf-8")
@@ -59,18 +53,24 @@ def test_a_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path):
     assert "".join(pieces) == book and len(pieces) > 3
     assert all(piece.endswith("\n") for piece in pieces)
     assert all(len(piece) < text_module.TEXT_PIECE + 100 for piece in pieces)
-
-
-def test_a_text_file_without_line_ends_is_cut_too(tmp_path):
-    path = tmp_path / "minified.txt"
     path.write_text("x" * 100_000)
     assert [len(piece) for piece in iter_documents(str(path))] == [32_768] * 3 + [100_000 - 3 * 32_768]
 
 
-def test_json_lines(tmp_path):
-    path = write_json_lines(tmp_path / "a.jsonl", [{"text": document} for document in DOCUMENTS])
-    assert load_text(path) == DOCUMENTS
-    assert load_text(path, documents=2) == DOCUMENTS[:2]
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([{"text": document} for document in DOCUMENTS], DOCUMENTS),
+        ([{"text": text} for text in ("", None, " \n", "x")], ["x"]),  # empty documents are left out
+        ([DOCUMENTS[0], {"text": DOCUMENTS[1]}], DOCUMENTS[:2]),  # in a list
+    ],
+)
+def test_json(tmp_path, items, expected):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(items), encoding="utf-8")
+    assert load_text(str(path)) == expected
+    if all(isinstance(item, dict) for item in items):
+        assert load_text(write_json_lines(tmp_path / "a.jsonl", items)) == expected
 
 
 def test_another_text_field(tmp_path):
@@ -78,17 +78,6 @@ def test_another_text_field(tmp_path):
     assert load_text(path, text_field="body") == DOCUMENTS
     with pytest.raises(SurgeryError, match=r"a\.jsonl, line 1 has no field 'text', only body, id"):
         load_text(path)
-
-
-def test_empty_documents_are_left_out(tmp_path):
-    path = write_json_lines(tmp_path / "a.jsonl", [{"text": text} for text in ("", None, " \n", "x")])
-    assert load_text(path) == ["x"]
-
-
-def test_json_lists_of_strings_and_objects(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([DOCUMENTS[0], {"text": DOCUMENTS[1]}, {"text": DOCUMENTS[2]}]), encoding="utf-8")
-    assert load_text(str(path)) == DOCUMENTS
 
 
 def test_parquet_over_several_row_groups(tmp_path):
@@ -147,9 +136,12 @@ def test_unknown_sources_are_refused_at_once_and_never_looked_up(source, message
         iter_documents(source)
 
 
-def test_folders_are_refused(tmp_path):
+def test_folders_and_a_missing_standard_library_are_reported(tmp_path, monkeypatch):
     with pytest.raises(SurgeryError, match="is a folder; pass a file in it"):
         iter_documents(str(tmp_path))
+    monkeypatch.setattr(text_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
+    with pytest.raises(SurgeryError, match="no source of the standard library at"):
+        load_text("builtin")
 
 
 class FakeDatasets:
@@ -191,18 +183,16 @@ def test_a_dataset_without_the_text_field(monkeypatch):
     assert load_text("some/name", text_field="content") == ["x"]
 
 
-def test_a_dataset_that_cannot_be_reached(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(ConnectionError("Couldn't reach the Hub\nmore lines")))
-    message = "some/name: no such file, and no dataset can be loaded: Couldn't reach the Hub$"
-    with pytest.raises(SurgeryError, match=message):
-        load_text("some/name")
-
-
-def test_datasets_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        SurgeryError, match="some/name: no such file; to use a dataset of that name: pip install datasets"
-    ):
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [
+        (FakeDatasets(ConnectionError("Couldn't reach the Hub\nmore lines")), "can be loaded: Couldn't reach the Hub$"),
+        (None, "; to use a dataset of that name: pip install datasets"),
+    ],
+)
+def test_a_dataset_that_cannot_be_reached(monkeypatch, library, message):
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    with pytest.raises(SurgeryError, match=f"some/name: no such file.*{message}"):
         load_text("some/name")
 
 

@@ -110,12 +110,9 @@ def test_fp8_next_to_converted_attention(tmp_path, family, monkeypatch):
 @pytest.mark.parametrize("codes", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}])
 def test_bitsandbytes_next_to_converted_attention(tmp_path, codes):
     pytest.importorskip("bitsandbytes")
+    # Rows of whole blocks, as its CPU wants.
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 128}
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }  # rows of whole blocks, as its CPU wants
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     LlamaForCausalLM(LlamaConfig(vocab_size=96, **shape, **heads)).bfloat16().save_pretrained(tmp_path / "exact")
     options = {"quantization_config": BitsAndBytesConfig(**codes), "dtype": torch.bfloat16, "device_map": "cpu"}
     source, out = tmp_path / "source", tmp_path / "out"

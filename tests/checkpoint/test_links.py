@@ -75,18 +75,8 @@ def test_a_conversion_follows_links_and_copies_their_content(tmp_path, monkeypat
     for name in ("model.safetensors", "tokenizer.json"):
         (source / name).rename(real / name)
         (source / name).symlink_to(os.path.relpath(real / name, source))
-    arguments = [
-        "convert",
-        source,
-        "--to",
-        "gqa",
-        "--kv-heads",
-        "1",
-        "--calibration",
-        "none",
-        "--out",
-        tmp_path / "out",
-    ]
+    arguments = ["convert", source, "--to", "gqa", "--kv-heads", "1", "--calibration", "none"]
+    arguments += ["--out", tmp_path / "out"]
     code, _, err = run_main(monkeypatch, capsys, *arguments)
     assert code == 1 and "--follow-links" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
     code, _, err = run_main(monkeypatch, capsys, *arguments, "--follow-links")

@@ -13,20 +13,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems h
 NAME = os.fsdecode(b"na\xffme")
 
 
-def test_folders(tmp_path):
-    folder = make_checkpoint(tmp_path / "llama", "llama").rename(tmp_path / NAME)
-    with pytest.raises(SurgeryError, match="not valid UTF-8") as refusal:
-        CheckpointReader.open(folder)
-    str(refusal.value).encode()
-
-
-def test_files(tmp_path):
+def test_folders_files_and_outputs(tmp_path):
     folder = make_checkpoint(tmp_path / "llama", "llama")
     (folder / f"{NAME}.txt").touch()
     with pytest.raises(SurgeryError, match=r"\.txt: the path is not valid UTF-8"):
         CheckpointReader.open(folder)
-
-
-def test_outputs(tmp_path):
+    (folder / f"{NAME}.txt").unlink()
+    with pytest.raises(SurgeryError, match="not valid UTF-8") as refusal:
+        CheckpointReader.open(folder.rename(tmp_path / NAME))
+    str(refusal.value).encode()
     with pytest.raises(SurgeryError, match="not valid UTF-8"):
         check_output(tmp_path / "source", tmp_path / NAME)

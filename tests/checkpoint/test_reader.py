@@ -6,11 +6,15 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint import CheckpointReader, TensorInfo
-from surgery.checkpoint import tensors as tensors_module
 from surgery.checkpoint.stores import SafetensorsStore
 from surgery.common.errors import SurgeryError
 
@@ -39,6 +43,9 @@ def test_single_file_every_dtype(tmp_path, every_dtype):
         assert same(reader.tensor(name), tensor), name
         pieces = [piece.clone() for piece in reader.chunks(name)]
         assert same(torch.cat(pieces or [tensor.reshape(-1)]), tensor.reshape(-1))
+        if tensor.shape == (3, 5):
+            rows = tensor.view(torch.uint8).reshape(3, -1)[[2, 0, 2]].view(tensor.dtype)
+            assert same(reader.rows(name, torch.tensor([2, 0, 2])), rows), name
 
 
 def test_names_keep_the_files_order(tmp_path):
@@ -52,13 +59,6 @@ def test_names_keep_the_files_order(tmp_path):
     assert reader.tensor("a").tolist() == [2]
 
 
-def test_sharded(sharded):
-    reader = CheckpointReader.open(sharded)
-    assert reader.names() == ["a", "b"]
-    assert reader.info("b").file == "model-00002-of-00002.safetensors"
-    assert same(reader.tensor("b"), load_file(sharded / reader.info("b").file)["b"])
-
-
 def test_tensors_of_a_module(single):
     reader = CheckpointReader.open(single)
     for prefix in ("layers.1", "layers.1."):
@@ -67,12 +67,17 @@ def test_tensors_of_a_module(single):
     assert reader.tensors("layers.2") == {}
 
 
-def test_unknown_tensor(single):
+def test_what_is_not_there_is_refused(single):
     reader = CheckpointReader.open(single)
     assert "nope" not in reader
     for call in (reader.info, reader.tensor, lambda name: next(reader.chunks(name))):
         with pytest.raises(SurgeryError, match="no tensor nope"):
             call("nope")
+    for bad in (40, -1):
+        with pytest.raises(SurgeryError, match=f"embed.weight has no row {bad}, only 40 rows"):
+            reader.rows("embed.weight", torch.tensor([0, bad]))
+    with pytest.raises(SurgeryError, match=r"layers.10.w is float32 \[7\], not a matrix"):
+        reader.rows("layers.10.w", torch.tensor([0]))
 
 
 @pytest.mark.parametrize(
@@ -84,39 +89,6 @@ def test_rows(single, index):
     assert same(reader.rows("embed.weight", index), reader.tensor("embed.weight")[index])
 
 
-def test_rows_of_every_dtype(tmp_path, every_dtype):
-    every_dtype.pop(UNKNOWN_TO_LIBRARY, None)
-    (tmp_path / "config.json").write_text("{}")
-    save_file(every_dtype, tmp_path / "model.safetensors")
-    reader = CheckpointReader.open(tmp_path)
-    for name in (name for name, tensor in every_dtype.items() if tensor.shape == (3, 5)):
-        expected = every_dtype[name].view(torch.uint8).reshape(3, -1)[[2, 0, 2]].view(every_dtype[name].dtype)
-        assert same(reader.rows(name, torch.tensor([2, 0, 2])), expected), name
-
-
-def test_rows_reads_only_those_rows(single, monkeypatch):
-    reader = CheckpointReader.open(single)
-    requests = []
-    read = SafetensorsStore.read
-
-    def spy(self, name, ranges, out):
-        requests.extend(ranges)
-        read(self, name, ranges, out)
-
-    monkeypatch.setattr(SafetensorsStore, "read", spy)
-    reader.rows("embed.weight", torch.tensor([9, 3, 8, 3]))
-    assert requests == [(3 * 24, 4 * 24), (8 * 24, 10 * 24)]
-
-
-def test_rows_refuses(single):
-    reader = CheckpointReader.open(single)
-    for bad in (40, -1):
-        with pytest.raises(SurgeryError, match=f"embed.weight has no row {bad}, only 40 rows"):
-            reader.rows("embed.weight", torch.tensor([0, bad]))
-    with pytest.raises(SurgeryError, match=r"layers.10.w is float32 \[7\], not a matrix"):
-        reader.rows("layers.10.w", torch.tensor([0]))
-
-
 def test_chunks_bound_the_pieces(single, monkeypatch):
     monkeypatch.setattr("surgery.checkpoint.reader.CHUNK_BYTES", 64)
     reader = CheckpointReader.open(single)
@@ -125,7 +97,7 @@ def test_chunks_bound_the_pieces(single, monkeypatch):
     assert same(torch.cat(pieces), reader.tensor("embed.weight").reshape(-1))
 
 
-def test_open_reads_no_tensor_and_tensor_reads_only_its_own(single, monkeypatch):
+def test_nothing_is_read_but_what_is_asked_for(single, monkeypatch):
     requests = []
     read = SafetensorsStore.read
     monkeypatch.setattr(SafetensorsStore, "read", lambda self, *args: requests.append(args[:2]) or read(self, *args))
@@ -134,6 +106,8 @@ def test_open_reads_no_tensor_and_tensor_reads_only_its_own(single, monkeypatch)
     tensor = reader.tensor("layers.1.w")
     assert requests == [("layers.1.w", [(0, 96)])]
     assert tensor.untyped_storage().nbytes() == 96
+    reader.rows("embed.weight", torch.tensor([9, 3, 8, 3]))
+    assert requests[1:] == [("embed.weight", [(3 * 24, 4 * 24), (8 * 24, 10 * 24)])]
 
 
 def test_sidecars(single):
@@ -148,9 +122,7 @@ def test_sidecars(single):
     reader = CheckpointReader.open(single)
     assert sorted(str(path.relative_to(reader.path)) for path in reader.sidecars()) == expected
     assert {*strays} <= {*reader.files.strays} and not {*reader.files.strays} & {*expected}
-
-
-def test_sidecar_that_leads_nowhere(single):
+    (single / "tokenizer.json").unlink()
     (single / "tokenizer.json").symlink_to("../gone")
     with pytest.raises(SurgeryError, match="broken link"):
         CheckpointReader.open(single)
@@ -202,21 +174,6 @@ class TestFingerprint:
 
 
 class TestHubLayout:
-    def test_links_into_blobs(self, tmp_path, sharded):
-        """The hub's cache: a snapshot of links to files next to it."""
-        blobs = tmp_path / "models--org--name" / "blobs"
-        folder = tmp_path / "models--org--name" / "snapshots" / "abc"
-        blobs.mkdir(parents=True)
-        folder.mkdir(parents=True)
-        for number, path in enumerate(sorted(sharded.iterdir())):
-            path.rename(blobs / str(number))
-            (folder / path.name).symlink_to(f"../../blobs/{number}")
-        (blobs / "t").write_text("tokens")
-        (folder / "tokenizer.json").symlink_to("../../blobs/t")
-        reader = CheckpointReader.open(folder)
-        assert reader.tensor("a").shape == (4, 6)
-        assert reader.sidecars() == [folder / "tokenizer.json"]
-
     def test_download(self, monkeypatch, single):
         calls = []
         monkeypatch.setattr(
@@ -250,48 +207,25 @@ class TestHubLayout:
         ("error", "words"),
         [
             (LocalEntryNotFoundError("long\nstory"), "not reachable and the model is not in the cache"),
-            (ConnectionError("first\nsecond"), "ConnectionError: first"),
+            (ConnectionError("first\nsecond"), "no such folder.*ConnectionError: first$"),
             (OSError(), "OSError"),
+            # The constructors of these want a whole HTTP response.
+            (GatedRepoError.__new__(GatedRepoError), "gated"),
+            (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "does not exist or is private"),
+            (RevisionNotFoundError.__new__(RevisionNotFoundError), "RevisionNotFoundError"),
         ],
     )
-    def test_errors_are_one_line(self, monkeypatch, error, words):
+    def test_errors_of_the_hub_are_one_line(self, monkeypatch, error, words):
         def fail(*_, **__):
             raise error
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-        with pytest.raises(SurgeryError, match="org/name: no such folder") as caught:
+        with pytest.raises(SurgeryError, match=f"^org/name: .*{words}") as caught:
             CheckpointReader.open("org/name")
-        assert words in str(caught.value)
         assert "\n" not in str(caught.value)
-
-    @pytest.mark.parametrize(
-        ("kind", "words"),
-        [
-            ("GatedRepoError", "gated"),
-            ("RepositoryNotFoundError", "does not exist or is private"),
-            ("RevisionNotFoundError", "RevisionNotFoundError"),
-        ],
-    )
-    def test_errors_of_the_hub(self, monkeypatch, kind, words):
-        cls = getattr(__import__("huggingface_hub.errors", fromlist=[kind]), kind)
-        error = cls.__new__(cls)  # their constructors want a whole HTTP response
-
-        def fail(*_, **__):
-            raise error
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-        with pytest.raises(SurgeryError, match=words):
-            CheckpointReader.open("org/name")
 
     def test_a_folder_comes_before_the_hub(self, monkeypatch, tmp_path, single):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "org").mkdir()
         single.rename(tmp_path / "org" / "name")
         assert CheckpointReader.open("org/name").path == Path("org/name")
-
-
-def test_dtype_table_has_the_common_ones():
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.bool):
-        assert dtype in tensors_module.NAME_OF_DTYPE
-    assert torch.float8_e4m3fn in tensors_module.NAME_OF_DTYPE
-    assert torch.float8_e5m2 in tensors_module.NAME_OF_DTYPE

@@ -89,9 +89,14 @@ class TestExistingOutput:
             writer.commit()
         assert sorted(os.listdir(tmp_path)) == ["out"]
 
-    @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
-    def test_failed_rename_restores(self, tmp_path, disk, monkeypatch, error):
-        out = write(tmp_path / "out")
+    @pytest.mark.parametrize("exists", [True, False])
+    @pytest.mark.parametrize(
+        ("error", "expected"),
+        [(OSError(5, "Input/output error"), SurgeryError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    )
+    def test_failed_rename_restores(self, tmp_path, disk, monkeypatch, error, expected, exists):
+        if exists:
+            write(tmp_path / "out")
         before, rename = disk(), os.rename
 
         def failing(source, target):
@@ -100,19 +105,8 @@ class TestExistingOutput:
             rename(source, target)
 
         monkeypatch.setattr(os, "rename", failing)
-        expected = SurgeryError if isinstance(error, OSError) else KeyboardInterrupt
-        with pytest.raises(expected):
-            write(out, 2.0, overwrite=True)
-        assert disk() == before
-
-    def test_failed_rename_of_a_new_output(self, tmp_path, disk, monkeypatch):
-        def failing(*_):
-            raise OSError(5, "Input/output error")
-
-        before = disk()
-        monkeypatch.setattr(os, "rename", failing)
-        with pytest.raises(SurgeryError, match="Input/output error"):
-            write(tmp_path / "out")
+        with pytest.raises(expected, match=r"Input/output error|^$"):
+            write(tmp_path / "out", 2.0, overwrite=True)
         assert disk() == before
 
     def test_old_output_that_cannot_be_removed(self, tmp_path, monkeypatch):

@@ -39,13 +39,10 @@ def test_differences(single, plan, change, words):
     assert words in str(caught.value)
 
 
-def test_many_differences_are_cut_short(single, plan):
+def test_many_differences_are_cut_short_and_the_config_must_load(single, plan):
     plan |= {f"x{i}": TensorSpec(torch.float32, (1,)) for i in range(8)}
     with pytest.raises(SurgeryError, match=r"x0 is missing; .* x4 is missing; and 3 more$"):
         verify_files(single, plan)
-
-
-def test_config_must_load(single, plan):
     (single / "config.json").write_text("{")
     with pytest.raises(SurgeryError, match="not valid JSON"):
         verify_files(single, plan)

@@ -62,17 +62,9 @@ def measure(checkpoint: Path) -> dict:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     session = Session(tokenizer, processes, Bars(), batch_size=2)
     completions = complete(model, session, PROMPTS, 6, "write")
-    return {
-        "same": [squares, fewer, nothing, turns, answer, refusals, completions],
-        "both": both,
-        "mean": mean,
-        "rank": processes.rank,
-        "count": processes.count,
-        "own": own,
-        "asked": len(requests),
-        "advanced": len(advanced),
-        "prompts": session.progress.done,
-    }
+    same = [squares, fewer, nothing, turns, answer, refusals, completions]
+    result = {"same": same, "both": both, "mean": mean, "rank": processes.rank, "count": processes.count, "own": own}
+    return result | {"asked": len(requests), "advanced": len(advanced), "prompts": session.progress.done}
 
 
 def test_one_process(checkpoints):

@@ -13,30 +13,16 @@ LOSSES = [1.0, 1.1, 1.2]
 
 def row(name, sha256, losses, *, role="checkpoint", values=1000, **results):
     loss = {"loss": sum(losses) / len(losses), "per_sequence": losses}
-    return {
-        "name": name,
-        "role": role,
-        "sha256": sha256,
-        "variant": None,
-        "kv": {"held_bytes": values},
-        "results": {"loss": loss, **results},
-        "seconds": {"loss": 1.0},
-    }
+    facts = {"name": name, "role": role, "sha256": sha256, "variant": None, "kv": {"held_bytes": values}}
+    return {**facts, "results": {"loss": loss, **results}, "seconds": {"loss": 1.0}}
 
 
 def report(rows, baseline="source", **settings):
-    results = {
-        "schema": SCHEMA,
-        "created": "2026-11-20T20:00:00+00:00",
-        "command": "surgery eval",
-        "settings": {"seed": 0, "limit": None, "batch_size": 8, "dtype": "float32", "device": "cpu", **settings},
-        "environment": {"torch": "2.13"},
-        "tokenizer": {"sha256": "t"},
-        "tasks": {"loss": {"data_sha256": "d", "windows": 3}},
-        "baseline": baseline,
-        "rows": rows,
-    }
-    return finish(results)
+    results = {"schema": SCHEMA, "created": "2026-11-20T20:00:00+00:00", "command": "surgery eval"}
+    settings = {"seed": 0, "limit": None, "batch_size": 8, "dtype": "float32", "device": "cpu", **settings}
+    results |= {"settings": settings, "environment": {"torch": "2.13"}, "tokenizer": {"sha256": "t"}}
+    tasks = {"loss": {"data_sha256": "d", "windows": 3}}
+    return finish({**results, "tasks": tasks, "baseline": baseline, "rows": rows})
 
 
 def source():
@@ -107,12 +93,9 @@ def test_other_data_or_settings_are_refused(key, value, message):
         merge([report([source()]), changed(key, value)], ["a", "b"])
 
 
-def test_one_name_for_two_models_is_refused():
+def test_one_name_or_baseline_for_two_models_is_refused():
     with pytest.raises(SurgeryError, match="half is another model"):
         merge([report([source(), row("half", "h", LOSSES)]), report([row("half", "x", LOSSES)], None)], ["a", "b"])
-
-
-def test_two_baselines_are_refused():
     other = report([row("base", "b", [1.0, 1.0, 1.0], role="baseline")], baseline="base")
     with pytest.raises(SurgeryError, match="its baseline base is another model"):
         merge([report([source()]), other], ["a", "b"])

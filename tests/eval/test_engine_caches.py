@@ -14,6 +14,7 @@ from surgery.eval.variants.coded_cache import CodedLayer, Exact, hadamard, packe
 from surgery.eval.variants.engine_cache import FORMATS, engine_cache
 from surgery.eval.variants.oscar_cache import RotatedInt2, oscar_rotations
 from surgery.model.cache_layer import adopt
+from surgery.running.attention_tap import tap_attention
 
 D = 64
 NAMES = [*FORMATS, "oscar_int2"]
@@ -233,8 +234,6 @@ def test_oscar_rotations_are_eigenvectors_of_what_queries_ask():
     def look(call):
         moments["keys"] = torch.einsum("bhti,bhtj->ij", call.query[:, :2], call.query[:, :2])
         return call.output()
-
-    from surgery.running.attention_tap import tap_attention
 
     with tap_attention(model, look):
         model(tokens)

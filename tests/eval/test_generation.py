@@ -30,19 +30,6 @@ def session(checkpoints):
     return Session(AutoTokenizer.from_pretrained(checkpoints("llama")), Processes(), Bars(), batch_size=3)
 
 
-@pytest.fixture
-def generated(model, monkeypatch):
-    """The batch sizes of every call of `generate`."""
-    calls, generate = [], model.generate
-
-    def counted(input_ids, **arguments):
-        calls.append(len(input_ids))
-        return generate(input_ids=input_ids, **arguments)
-
-    monkeypatch.setattr(model, "generate", counted)
-    return calls
-
-
 @torch.no_grad()
 def greedy(model, prompt, new_tokens, eos):
     """One prompt, one token at a time, the whole context again for each."""
@@ -62,9 +49,13 @@ def test_equals_greedy_decoding_of_each_prompt(model, session):
     assert session.progress.phases == [{"name": "write", "total": 7, "unit": "prompt", "done": 7}]
 
 
-def test_batches_of_like_lengths(model, session, generated):
+def test_batches_of_like_lengths(model, session, monkeypatch):
+    sizes, generate = [], model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda input_ids, **how: sizes.append(len(input_ids)) or generate(input_ids, **how)
+    )
     complete(model, session, PROMPTS, 2, "write")
-    assert generated == [3, 3, 1]
+    assert sizes == [3, 3, 1]
 
 
 def test_stops_before_any_eos(model, session):
@@ -103,12 +94,9 @@ def test_leaves_the_mode_of_the_model(model, session):
     assert all(module.training for module in model.modules())
 
 
-def test_goes_beyond_the_context_of_the_model(model, session):
+def test_goes_beyond_the_context_of_the_model_but_not_without_a_prompt(model, session):
     long = [1] + [5 + i % 90 for i in range(model.config.max_position_embeddings + 20)]
     assert complete(model, session, [long, [1, 2]], 3, "write") == [greedy(model, p, 3, {0}) for p in (long, [1, 2])]
-
-
-def test_refuses_nonsense(model, session):
     with pytest.raises(SurgeryError, match="prompt is empty"):
         complete(model, session, [[1], []], 3, "write")
     assert complete(model, session, [], 3, "write") == []

@@ -8,15 +8,13 @@ from surgery.eval.haystack import Haystack, largest_fit, python_reference
 from surgery.eval.word_lists import ADJECTIVES, NOUNS, VERBS, adjective_noun, draw_distinct
 
 
-def test_prose_is_cut_at_words_and_split_at_sentences():
+def test_prose_is_cut_at_words_and_split_at_sentences_and_code_at_lines():
     haystack = Haystack.of_words("One two. Three  four\nfive? Six.")
     assert haystack.sentences(0, 6) == ["One two.", "Three four five?", "Six."]
     assert haystack.sentences(0, 3) == ["One two.", "Three"]
     assert haystack.sentences(1, 4) == ["Three four five?", "Six."]  # the first sentence from there on
     assert haystack.sentences(5, 4) == ["Six.", "One two.", "Three"]  # and round
-
-
-def test_code_is_cut_at_lines():
+    assert Haystack.of_words("a b c").sentences(1, 4) == ["b c a b"]
     haystack = Haystack.of_lines("def f():\n\n    return 1  \r\nx = 2")
     assert haystack.sentences(0, 3) == ["def f():\n", "    return 1\n", "x = 2\n"]
     assert haystack.sentences(2, 2) == ["x = 2\n", "def f():\n"]
@@ -28,10 +26,6 @@ def test_a_longer_passage_starts_with_the_shorter(haystack):
         passages = [haystack.separator.join(haystack.sentences(start, count)) for count in range(20)]
         assert all(longer.startswith(shorter) for shorter, longer in pairwise(passages))
         assert passages[0] == "" and len(set(passages)) == 20
-
-
-def test_a_text_without_sentences():
-    assert Haystack.of_words("a b c").sentences(1, 4) == ["b c a b"]
 
 
 def test_the_reference_is_prose():
@@ -70,14 +64,11 @@ def test_the_search_ends_whatever_the_measure_does():
         assert noisy[size] <= 100
 
 
-def test_no_word_is_part_of_another():
+def test_words_are_different_and_none_is_part_of_another():
     words = ADJECTIVES + NOUNS + VERBS
     assert len(set(words)) == len(words) > 800 and all(word.isalpha() and word.islower() for word in words)
     joined = " ".join(words)
     assert [word for word in words if joined.count(word) > 1] == []
-
-
-def test_different_words_or_an_error():
     drawn = draw_distinct(random.Random(1), adjective_noun, 500)
     assert len(set(drawn)) == 500 and draw_distinct(random.Random(1), adjective_noun, 5) == drawn[:5]
     with pytest.raises(SurgeryError, match="4 different words are needed and only about 3 exist"):

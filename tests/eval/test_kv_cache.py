@@ -4,14 +4,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, SHAPE
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from surgery.common.errors import SurgeryError
@@ -43,42 +36,15 @@ def test_other_tensors_of_a_layer_are_counted_but_not_its_counters():
     assert cache_bytes(SimpleNamespace(layers=[layer])) == 80 + 20 + 20
 
 
-def test_a_shared_storage_is_counted_once():
+def test_storages_and_views_are_counted_once_and_weights_are_not():
     latent = torch.zeros(1, 1, 10, 8)
     assert cache_bytes([latent, latent]) == latent.nbytes
     assert cache_bytes([latent, latent.view(10, 8)]) == latent.nbytes
     assert cache_bytes([latent.expand(1, 4, 10, 8)]) == latent.nbytes
     assert cache_bytes([latent.expand(1, 4, 10, 8), latent]) == latent.nbytes
-
-
-def test_a_window_is_counted_as_its_window():
     keys = torch.zeros(1, 2, 100, 8)
     assert cache_bytes([keys[:, :, -10:]]) == keys.nbytes // 10
-
-
-def test_the_weights_of_modules_are_not_cache():
     assert cache_bytes(SimpleNamespace(keys=torch.zeros(4), owner=nn.Linear(8, 8))) == 16
-
-
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_grouped_query_attention(dtype, size):
-    assert (
-        measure_kv(tiny_llama().to(dtype), 15).growth_per_token == 3 * 2 * (2 * 8) * size
-    )  # layers, K and V, KV heads of 8
-
-
-def tiny_mla() -> DeepseekV3ForCausalLM:
-    config = DeepseekV3Config(
-        **TINY, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8,
-        v_head_dim=8, first_k_dense_replace=3, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-    )  # fmt: skip
-    return DeepseekV3ForCausalLM(config)
-
-
-def test_latent_attention_caches_only_its_latent():
-    use = measure_kv(tiny_mla(), 70)
-    a_token = 3 * (12 + 4) * 4
-    assert (use.held_bytes, use.bytes_per_token, use.growth_per_token) == (70 * a_token, a_token, a_token)
 
 
 class Embedding(nn.Module):
@@ -101,13 +67,6 @@ class Caching(Embedding):
         states = torch.zeros(1, 1, input_ids.shape[1], 2)
         past_key_values.layers[0].update(states, states)
         return SimpleNamespace(past_key_values=past_key_values)
-
-
-def test_a_model_without_a_cache_is_refused():
-    model = Caching()
-    model.forward = lambda **_: SimpleNamespace(past_key_values=None)
-    with pytest.raises(SurgeryError, match="Caching returns no cache"):
-        measure_kv(model, 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,6 +109,10 @@ def test_growth_is_taken_over_whole_groups(context, values):
     assert (use.held_bytes, use.growth_per_token) == (values, 2)
 
 
-def test_a_short_context_is_decoded_from_its_first_token():
+def test_short_contexts_and_models_without_a_cache():
     assert measure_kv(Caching(), 2) == measure_kv(Caching(), 2, batch=1)
     assert (measure_kv(Caching(), 2).held_bytes, measure_kv(Caching(), 2).growth_per_token) == (32, 16)
+    model = Caching()
+    model.forward = lambda **_: SimpleNamespace(past_key_values=None)
+    with pytest.raises(SurgeryError, match="Caching returns no cache"):
+        measure_kv(model, 2)

@@ -17,17 +17,13 @@ def test_a_full_model_peaks_at_what_it_holds_and_computes_everything():
     assert measure_footprint(model, 20, 5) == 1.0
 
 
-def test_a_sliding_window_is_counted_by_hand():
+def test_a_sliding_window_is_counted_by_hand_and_chunks_peak_lower():
     model = tiny_source("mistral")
     window, tokens = model.config.sliding_window, 25
     records = causal_entries(window) + (tokens - window) * window
     assert measure_footprint(model, 20, 5) == records / causal_entries(tokens)
     # The whole prompt is in the layer that reads it first, windows in all that have read it.
     assert measure_peak(model, 20, 5) > measure_kv(model, 25).held_bytes
-
-
-def test_a_chunked_prompt_peaks_lower():
-    model = tiny_source("mistral")
     assert measure_peak(model, 40, 2, chunk=8) < measure_peak(model, 40, 2)
 
 

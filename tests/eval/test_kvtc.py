@@ -332,9 +332,8 @@ def test_reports_name_it_storage_and_compare_its_bytes_with_no_live_cache():
     row["comparison"]["loss"] = {**rival["comparison"]["loss"], "difference": -1.0}
     assert row["name"] not in {each["name"] for each in compared_rows(report, "variant")}
     after = verdict(report), by_checkpoint(report), pareto._points(report, "loss", ("results", "loss", "loss"), 1)
-    assert before[:2] == after[:2] and [each.row["name"] for each in before[2]] == [
-        each.row["name"] for each in after[2]
-    ]
+    assert before[:2] == after[:2]
+    assert [each.row["name"] for each in before[2]] == [each.row["name"] for each in after[2]]
     table = headline(report)
     column = next(each for each in table.columns if each.key == "storage_share")
     assert column.title == "in storage" and column.text(row, report) == "12.5%"

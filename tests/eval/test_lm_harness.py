@@ -126,15 +126,9 @@ def session(tokenizer, **changes):
 def test_equals_the_command_line(folder, loaded, cache, checkpoints, tmp_path):
     model, tokenizer = loaded
     ours = LmHarnessTask("user_group", folder).run(model, session(tokenizer))
-    arguments = {
-        "--model": "hf",
-        "--model_args": f"pretrained={checkpoints('llama')},dtype=float32",
-        "--tasks": "user_group",
-        "--include_path": folder,
-        "--output_path": tmp_path,
-        "--device": "cpu",
-        "--batch_size": 3,
-    }
+    arguments = {"--model": "hf", "--model_args": f"pretrained={checkpoints('llama')},dtype=float32"}
+    arguments |= {"--tasks": "user_group", "--include_path": folder, "--output_path": tmp_path}
+    arguments |= {"--device": "cpu", "--batch_size": 3}
     command = [sys.executable, "-m", "lm_eval", "run", *(str(word) for pair in arguments.items() for word in pair)]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(cache)}
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -149,18 +143,8 @@ def test_equals_the_command_line(folder, loaded, cache, checkpoints, tmp_path):
                 stderr = values[f"{metric}_stderr,none"]
                 label = metric if name == "user_group" else f"{name}/{metric}"
                 expected[label] = (value, None if stderr == "N/A" else stderr)
-    assert (
-        set(ours["metrics"])
-        == set(expected)
-        == {
-            "acc",
-            "user_choice/acc",
-            "user_choice/acc_norm",
-            "user_exact/length",
-            "user_perplexity/word_perplexity",
-            "user_perplexity/bits_per_byte",
-        }
-    )
+    parts = ("choice/acc", "choice/acc_norm", "exact/length", "perplexity/word_perplexity", "perplexity/bits_per_byte")
+    assert set(ours["metrics"]) == set(expected) == {"acc", *(f"user_{part}" for part in parts)}
     for name, (value, stderr) in expected.items():
         assert ours["metrics"][name]["value"] == pytest.approx(value, rel=1e-9, abs=0), name
         assert ours["metrics"][name]["stderr"] == (stderr and pytest.approx(stderr, rel=1e-9, abs=0)), name
@@ -226,7 +210,7 @@ def test_settings_name_what_was_run(tmp_path):
         assert LmHarnessTask(name, edited).settings()["folder_sha256"] != settings[name]["folder_sha256"]
 
 
-def test_refuses_an_unknown_task(folder, monkeypatch):
+def test_refuses_unknown_tasks_and_missing_folders_and_tells_other_failures(folder, monkeypatch, tmp_path, loaded):
     from surgery.eval.tasks import lm_harness
 
     # Without the harness' own 14,000 tasks, which take seconds to index.
@@ -234,14 +218,8 @@ def test_refuses_an_unknown_task(folder, monkeypatch):
     monkeypatch.setattr(lm_harness, "_index", lambda include_path, built_in: index(include_path, False))
     with pytest.raises(SurgeryError, match=r"no task 'user_choise' .*tasks"):
         LmHarnessTask("user_choise", folder).settings()
-
-
-def test_refuses_a_missing_folder(tmp_path):
     with pytest.raises(SurgeryError, match="nowhere does not exist"):
         LmHarnessTask("user_choice", tmp_path / "nowhere").settings()
-
-
-def test_says_how_the_harness_failed(folder, loaded, tmp_path):
     model, tokenizer = loaded
     (tmp_path / "gone.yaml").write_text(CHOICE.format(data=tmp_path / "gone.jsonl"))
     with pytest.raises(SurgeryError, match=r"^lm-eval:user_choice failed in the harness: \w+: .*gone\.jsonl"):

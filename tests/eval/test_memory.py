@@ -11,16 +11,13 @@ def tiny(family: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(CONFIGS[family]())
 
 
-def test_tied_weights_count_once():
+def test_weights_are_counted_once_and_in_their_own_dtype():
     tied, untied = tiny("llama"), tiny("mistral")
     embedding = 4096 * 32 * 4
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     buffers = sum(buffer.nbytes for buffer in tied.buffers())
     assert weight_bytes(tied) == sum(parameter.nbytes for parameter in tied.parameters()) + buffers
     assert weight_bytes(untied) == weight_bytes(tied) + embedding
-
-
-def test_weights_are_measured_in_their_own_dtype():
     assert weight_bytes(nn.Linear(8, 4).to(torch.bfloat16)) == (8 * 4 + 4) * 2
 
 

@@ -5,7 +5,7 @@ import pytest
 from sample_report import sample_report
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.report import csv_file
+from surgery.eval.report import csv_file, markdown
 from surgery.eval.report.tables import bounds, by_bytes, columns, described, headline, interval, scalars, signed
 from surgery.eval.tasks.loss import position_buckets
 
@@ -24,21 +24,9 @@ def row(report, name):
 
 
 def test_headline_columns_and_their_order(report):
-    assert [column.key for column in columns(report)] == [
-        "name",
-        "kv_bytes_per_token",
-        "kv_ratio",
-        "loss",
-        "perplexity",
-        "loss_change",
-        "cached_loss",
-        "kl",
-        "top1_agreement",
-        "recall",
-        "needle",
-        "ruler",
-        "lm-eval:python_names.acc",
-    ]
+    quality = ["loss", "perplexity", "loss_change", "cached_loss", "kl", "top1_agreement"]
+    tasks = ["recall", "needle", "ruler", "lm-eval:python_names.acc"]
+    assert [column.key for column in columns(report)] == ["name", "kv_bytes_per_token", "kv_ratio", *quality, *tasks]
     assert all(column.about for column in columns(report))
 
 
@@ -67,9 +55,6 @@ def test_a_column_is_shown_only_if_a_row_has_it(report):
     report["rows"][3]["results"]["loss"] = {"loss": 2.0}
     assert "loss" in [column.key for column in columns(report)]
     assert column(report, "loss").text(report["rows"][0], report) == "-"
-
-
-def test_rows_with_nothing_but_a_name():
     assert [column.key for column in columns({"rows": [{"name": "x"}, {"name": "y", "results": {}}]})] == ["name"]
     assert scalars({"name": "x"}) == {}
 
@@ -109,15 +94,11 @@ def test_a_terminal_has_fewer_columns_and_intervals(report):
     for each in report["rows"]:
         each["results"]["loss"]["memorised"] = {"share": 0.1, "loss_of_others": 2.5}
     whole, narrow = headline(report), headline(report, narrow=True)
-    assert {c.key for c in whole.columns} - {c.key for c in narrow.columns} == {
-        "loss_of_others",
-        "cached_loss",
-    }
+    assert {c.key for c in whole.columns} - {c.key for c in narrow.columns} == {"loss_of_others", "cached_loss"}
     assert "memorized: 10.0% in every row." in whole.notes
     keys = [c.key for c in narrow.columns]
-    assert {key for cells in narrow.cells() for key, cell in zip(keys, cells, strict=True) if cell.below} == {
-        "loss_change"
-    }
+    with_intervals = {key for cells in narrow.cells() for key, cell in zip(keys, cells, strict=True) if cell.below}
+    assert with_intervals == {"loss_change"}
 
 
 @pytest.mark.parametrize(
@@ -176,8 +157,17 @@ def test_csv_reads_back_exactly(report, tmp_path):
     assert float(worse["recall_change_low"]) == change["recall"]["low"]
     assert lines["gqa"]["loss_change"] == lines["gqa"]["kl"] == ""
     assert json.loads(lines["gqa int4 KV"]["variant"])["bits"] == 4
-
-
-def test_csv_says_where_it_cannot_write(report, tmp_path):
     with pytest.raises(SurgeryError, match="missing"):
         csv_file.write(report, tmp_path / "missing" / "r.csv")
+
+
+def test_markdown_has_a_line_a_row_with_as_many_cells_as_the_head(report):
+    report["rows"][1]["name"] = "a|b\nc"
+    lines = markdown.render(report).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + len(report["rows"])
+    cells = {line.replace("\\|", "").count("|") for line in table}
+    assert len(cells) == 1
+    assert any(line.startswith("| a\\|b c |") for line in table)
+    assert "quick look" not in "\n".join(lines)
+    assert "at most 3 samples" in markdown.render(sample_report(limit=3))

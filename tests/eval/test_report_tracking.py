@@ -125,12 +125,9 @@ def test_a_row_stands_with_its_conversion_and_names_the_run_that_healed_it(wandb
     assert grouped("mla-1234", "gqa-1234") == [report["title"]] * 2 + ["mla-1234", "gqa-1234"]
 
 
-def test_the_page_is_in_the_first_run(logged):
+def test_the_page_is_in_the_first_run_if_its_rows_hold_little_too(logged, wandb, tmp_path):
     assert logged[0].logged["report"].startswith("<!doctype html>")
     assert all("report" not in run.logged for run in logged[1:])
-
-
-def test_rows_of_little(wandb, tmp_path):
     log({"rows": [{"name": "x"}]}, tmp_path)
     assert set(wandb.runs[-1].logged) == {"report"} and wandb.runs[-1].arguments["group"] is None
 

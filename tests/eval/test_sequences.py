@@ -13,17 +13,12 @@ from surgery.eval.sequences import random_windows, tokenize
 TEXT = list(range(100, 300))
 
 
-def test_windows_are_bos_and_consecutive_text():
-    windows = random_windows(TEXT, count=5, length=16, seed=2, bos=1)
+@pytest.mark.parametrize("bos", [1, None])
+def test_windows_are_bos_and_consecutive_text(bos):
+    windows = random_windows(TEXT, count=5, length=16, seed=2, bos=bos)
     assert windows.shape == (5, 16) and windows.dtype == torch.int64
-    assert (windows[:, 0] == 1).all()
-    assert (windows[:, 2:] - windows[:, 1:-1] == 1).all()
-
-
-def test_without_bos_the_whole_window_is_text():
-    windows = random_windows(TEXT, count=5, length=16, seed=2, bos=None)
-    assert windows.shape == (5, 16)
-    assert (windows.diff(dim=1) == 1).all()
+    assert (windows[:, 0] == 1).all() == (bos == 1)
+    assert (windows[:, bos == 1 :].diff(dim=1) == 1).all()
 
 
 def test_the_seed_decides():
@@ -32,12 +27,9 @@ def test_the_seed_decides():
     assert not torch.equal(first, random_windows(TEXT, 8, 16, seed=1, bos=1))
 
 
-def test_known_offsets():
+def test_published_sequences_do_not_change():
     # Python's own generator: these offsets are the evaluation set, and must never move.
     assert (random_windows(TEXT, 3, 16, seed=2, bos=None)[:, 0] - 100).tolist() == [14, 23, 21]
-
-
-def test_the_published_evaluation_sequences_do_not_change():
     assets = Path(surgery.__file__).parent / "assets"
     tokenizer = AutoTokenizer.from_pretrained(assets / "demo-model")
     text = tokenize(tokenizer, (assets / "heldout-stdlib.txt").read_text(encoding="utf-8"))

@@ -17,12 +17,7 @@ from surgery.structures.registry import TARGETS
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 SMALL = {"windows": 3, "length": 96, "decoded": 4, "recall_prompts": 3, "batch_size": 2, "device": "cpu"}
-SMALL |= {
-    "new_tokens": 3,
-    "prompts": ["def", "def", "def"],
-    "contexts": "24,32",
-    "batches": "1,2",
-}
+SMALL |= {"new_tokens": 3, "prompts": ["def", "def", "def"], "contexts": "24,32", "batches": "1,2"}
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +26,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16, 0)
     settings = {"calibration": "none", "device": "cpu", "kv_ratio": 0.5}
-    rows = {
-        **settings,
-        "calibration": str(HELD_OUT),
-        "calibration_tokens": 256,
-        "calibration_length": 64,
-        "held_out": 1,
-    }
-    convert_checkpoint(source, folder / "codes", TARGETS["lowrank"].settings({**rows, "kv_ratio": 0.3, "bits": "auto"}))
+    text = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+    codes = TARGETS["lowrank"].settings({**settings, **text, "kv_ratio": 0.3, "bits": "auto"})
+    convert_checkpoint(source, folder / "codes", codes)
     convert_checkpoint(source, folder / "mla", TARGETS["mla"].settings({**settings, "rope_dim": 4}))
     return folder
 
@@ -72,10 +62,8 @@ def test_kv_bytes_may_be_counted_at_another_context_than_windows_have(folder, tm
         context: plan(folder / "source", out=tmp_path / "out", tasks="loss", length=32, kv_context=context)
         for context in (None, 16)
     }
-    assert {context: (each.settings["context"], each.settings["length"]) for context, each in plans.items()} == {
-        None: (32, 32),
-        16: (16, 32),
-    }
+    told = {context: (each.settings["context"], each.settings["length"]) for context, each in plans.items()}
+    assert told == {None: (32, 32), 16: (16, 32)}
     rows = {context: each.rows[0] for context, each in plans.items()}
     assert rows[16]["kv"] == rows[None]["kv"] / 2 and rows[16]["cache"] == rows[None]["cache"]
 

@@ -16,8 +16,9 @@ from surgery.workflow.recipe import Recipe, checked_recipe, run_recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-QUICK = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
-QUICK |= {"rope_dim": 4}
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 256, "calibration_length": 64, "held_out": 1}
+QUICK = {**TEXT, "rope_dim": 4}
+MEASURED = {"tasks": ["loss"], "variants": "none", "windows": 2, "length": 64, "device": "cpu"}
 
 
 def write(folder, *steps, **others):
@@ -49,39 +50,21 @@ def finished(tmp_path_factory, steps):
     """A recipe of two steps, run: its path, its work folder and what resulted."""
     folder = tmp_path_factory.mktemp("recipe")
     source = make_checkpoint(folder / "source", "llama", torch.bfloat16)
-    recipe = write(
-        folder,
-        {"convert": {"name": "half", "source": str(source), "kv_ratio": 0.5, **QUICK}},
-        {
-            "eval": {
-                "name": "report",
-                "baseline": f"original={source}",
-                "checkpoints": ["half"],
-                "publish": str(folder / "published"),
-                "tasks": ["loss"],
-                "variants": "none",
-                "windows": 2,
-                "length": 64,
-                "decoded": 4,
-                "device": "cpu",
-            }
-        },
-        name="two steps",
-    )
+    convert = {"name": "half", "source": str(source), "kv_ratio": 0.5, **QUICK}
+    models = {"baseline": f"original={source}", "checkpoints": ["half"], "publish": str(folder / "published")}
+    measured = {"name": "report", **models, **MEASURED, "decoded": 4}
+    recipe = write(folder, {"convert": convert}, {"eval": measured}, name="two steps")
     return recipe, folder / "work", run_recipe(recipe, folder / "work", Recorded(steps))
 
 
-def test_the_time_left_is_of_the_step(finished, steps):
-    assert len(steps) == 2 and {"calibrate: backward", "convert"} < set(steps[0].expected)
-
-
-def test_later_steps_use_earlier_ones_by_name(finished):
+def test_later_steps_use_earlier_ones_by_name_and_count_their_own_time(finished, steps):
     _, work, outcome = finished
     assert outcome.checkpoints == {"half": work / "half"}
     names = [(row["name"], row["role"], row["class"]) for row in outcome.report["rows"]]
     assert names == [("original", "baseline", "LlamaForCausalLM"), ("half", "checkpoint", "DeepseekV3ForCausalLM")]
     assert outcome.report["rows"][1]["conversion"]["to"] == "mla"
     assert outcome.report["rows"][1]["kv"]["ratio"] == pytest.approx(0.5, abs=0.05)
+    assert len(steps) == 2 and {"calibrate: backward", "convert"} < set(steps[0].expected)
 
 
 def test_reports_are_published(finished):
@@ -110,7 +93,14 @@ def test_outputs_of_other_settings_are_not_taken_for_them(finished, tmp_path):
 
 STEP = {"convert": {"name": "a", "source": "builtin"}}
 HEADS = {"heads": {"name": "p", "source": "builtin", "method": "needle"}}
-KEEP = {"kv_ratio": 0.1}
+HALF = {"convert": {"name": "half", "source": "builtin"}}
+HYBRID = {"name": "h", "to": "hybrid"}
+PLAN = {"plan": {"name": "chosen", "source": "builtin"}}
+PLANNED = {"name": "a", "source": "builtin", "plan": "chosen"}
+
+
+def sliced(source):
+    return {"slice": {"name": "s", "source": source, "kv_ratio": 0.1}}
 
 
 @pytest.mark.parametrize(
@@ -131,49 +121,25 @@ KEEP = {"kv_ratio": 0.1}
         ([STEP, {"eval": {"name": "r", "checkpoints": ["b"]}}], "step r: b: no such folder"),
         ([STEP, {"eval": {"name": "r", "checkpoints": ["a"], "baseline": "x=nowhere"}}], "step r: nowhere: no such"),
         ([{"convert": {"name": "first", "source": "frst"}}], "step first: frst: no such folder"),
-        (
-            [{"convert": {"name": "half", "source": "builtin"}}, {"slice": {"name": "s", "source": "halv", **KEEP}}],
-            r"step s: halv: neither an earlier step nor an existing folder; did you mean half\?",
-        ),
-        (
-            [{"slice": {"name": "s", "source": "a", **KEEP}}, STEP],
-            "step s: a is not an output of an earlier step; reorder the steps",
-        ),
+        ([HALF, sliced("halv")], r"step s: halv: neither an earlier step nor an existing folder; did you mean half\?"),
+        ([sliced("a"), STEP], "step s: a is not an output of an earlier step; reorder the steps"),
         ([{"convert": {"name": "a", "source": "a"}}], "step a: a is not an output of an earlier step"),
-        (
-            [HEADS, {"slice": {"name": "s", "source": "p", **KEEP}}],
-            "p is a heads step, whose output cannot be used here",
-        ),
-        (
-            [STEP, {"convert": {"name": "h", "source": "a", "to": "hybrid", "heads": "p.x"}}],
-            "p.x: no such pattern file",
-        ),
+        ([HEADS, sliced("p")], "p is a heads step, whose output cannot be used here"),
+        ([{"convert": {**HYBRID, "source": "builtin", "heads": "p.x"}}], "p.x: no such pattern file"),
         ([HEADS, {"compare-heads": {"name": "c", "patterns": ["p"]}}], "compare-heads was removed"),
+        ([{"convert": PLANNED}, PLAN], "chosen is not an output of an earlier step"),
+        ([{"convert": {**PLANNED, "plan": "gone.yaml"}}], "gone.yaml: no such plan file"),
+        ([PLAN, {"convert": {**PLANNED, "to": "mla"}}], "remove to"),
+        ([PLAN, sliced("chosen")], "chosen is a plan step, whose output cannot be used here"),
+        ([{"plan": {**PLAN["plan"], "kv_ration": 0.5}}], "did you mean kv_ratio"),
         ([{"heal": {"name": "h", "student": "gone", "teacher": "builtin"}}], "step h: gone: no such folder"),
-        (
-            [{"convert": {"name": "a", "source": "builtin", "held_out": "few"}}],
-            "step a: .*held_out must be a whole number",
-        ),
+        ([{"convert": {**STEP["convert"], "held_out": "few"}}], "step a: .*held_out must be a whole number"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(tmp_path, steps, message):
     with pytest.raises(SurgeryError, match=message):
         run_recipe(write(tmp_path, *steps), tmp_path / "work", Progress(silent=True))
     assert not (tmp_path / "work").exists()
-
-
-def test_every_step_states_its_own_seconds(finished, tmp_path):
-    recipe, _, _ = finished
-    steps = yaml.safe_load(recipe.read_text())["steps"][:1]
-    again = {"convert": {**steps[0]["convert"], "name": "again"}}
-    progress = Progress(silent=True)
-    run_recipe(write(tmp_path, *steps, again), tmp_path / "work", progress)
-    assert progress.seconds == {}
-    first, second = (
-        json.loads((tmp_path / "work" / name / "surgery_report.json").read_text())["seconds"]
-        for name in ("half", "again")
-    )
-    assert set(first) == set(second)
 
 
 def test_unknown_entries_are_refused(tmp_path):
@@ -185,7 +151,6 @@ WEIGHTS = {"calibration": "none", "device": "cpu"}
 LOW = {"to": "lowrank", "kv_ratio": 0.5, **WEIGHTS}
 TRAINING = {"data": [{"source": str(HELD_OUT)}], "length": 32, "max_tokens": 640, "dtype": "fp32", "device": "cpu"}
 TRAINING |= {"batch_size": 1, "gradient_accumulation": 1}
-MEASURED = {"tasks": ["loss"], "variants": "none", "windows": 2, "length": 64, "device": "cpu"}
 
 
 def test_a_dry_run_says_of_every_step_what_its_verb_says(finished, tmp_path):
@@ -243,3 +208,25 @@ def test_a_dry_run_refuses_what_a_step_would_refuse(finished, tmp_path):
         run_recipe(measured, tmp_path / "eval" / "work", Progress(silent=True))
     for error, where in ((planned, f"{path}, step sliced: "), (run, f"{measured}, step report: ")):
         assert str(error.value).startswith(where) and str(error.value).count("step ") == 1
+
+
+def test_a_conversion_carries_out_the_plan_before_it(checkpoints, tmp_path):
+    source = str(checkpoints("llama"))
+    settings = {"kv_ratio": 0.5, "allow": ["lowrank", "quantized"], "context": "64"}
+    settings |= {**TEXT, "held_out": 2, "recall": 0.0}
+    recipe = write(
+        tmp_path,
+        {"plan": {"name": "chosen", "source": source, **settings}},
+        {"convert": {"name": "small", "source": source, "plan": "chosen", "held_out": 1}},
+    )
+    finished = run_recipe(recipe, tmp_path / "work", Progress(silent=True))
+    document = yaml.safe_load((tmp_path / "work" / "chosen.yaml").read_text())
+    report = json.loads((finished.checkpoints["small"] / "surgery_report.json").read_text())
+    assert report["target"]["to"] == document["to"] and report["target"]["predicted"] == document["predicted"]
+    assert report["settings"]["held_out"] == 1  # a conversion's own settings win
+    before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "work").glob("*.yaml"))]
+    run_recipe(recipe, tmp_path / "work", Progress(silent=True))
+    assert before == [path.stat().st_mtime_ns for path in sorted((tmp_path / "work").glob("*.yaml"))]
+    other = write(tmp_path, {"plan": {"name": "chosen", "source": source, **settings, "kv_ratio": 0.25}})
+    with pytest.raises(SurgeryError, match=r"chosen\.yaml: exists, but from another source or with other settings"):
+        run_recipe(other, tmp_path / "work", Progress(silent=True))

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import signal
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from conversions import convert_checkpoint
-from processes import Fork
 from tiny_models import DEMO, make_checkpoint
 
 from surgery.calibration.held_out_documents import default_names
@@ -34,16 +32,10 @@ CHEAP = {"tasks": "loss,generate", "new_tokens": 3, "variants": "int8,window,fp8
 
 
 def run(checkpoints, baseline, out, *, overwrite=False, restart=False, **settings):
-    request = EvaluationRequest(
-        tuple(map(str, checkpoints)),
-        None if baseline is None else str(baseline),
-        out,
-        EvalSettings(**{**SMALL, "tasks": "loss", **settings}),
-        command="surgery eval ...",
-        overwrite=overwrite,
-        restart=restart,
-    )
-    return evaluate(request, Progress(silent=True)).report
+    models = tuple(map(str, checkpoints)), None if baseline is None else str(baseline)
+    settings = EvalSettings(**{**SMALL, "tasks": "loss", **settings})
+    how = {"command": "surgery eval ...", "overwrite": overwrite, "restart": restart}
+    return evaluate(EvaluationRequest(*models, out, settings, **how), Progress(silent=True)).report
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +63,21 @@ def rows_of(report):
     return {row["name"]: row for row in report["rows"]}
 
 
-def test_rows_and_roles(whole):
+def test_rows_roles_and_bytes(whole):
     report, _ = whole
+    rows = rows_of(report)
     # Both checkpoints have all bytes, so variants have nothing to match but the default ratios.
-    results = {name: row["role"] for name, row in rows_of(report).items()}
-    assert results == {
-        "one": "baseline",
-        "other": "checkpoint",
-        "int8 KV": "variant",
-        "window 20": "variant",
-        "window 10": "variant",
-        "fp8": "variant",
-        "oscar_int2": "variant",
-    }
-    for name, row in rows_of(report).items():  # by formula what was measured, and so at any context
+    results = {name: row["role"] for name, row in rows.items()}
+    variants = dict.fromkeys(("int8 KV", "window 20", "window 10", "fp8", "oscar_int2"), "variant")
+    assert results == {"one": "baseline", "other": "checkpoint", **variants}
+    for name, row in rows.items():  # by formula what was measured, and so at any context
         assert row["kv"]["by_context"]["1024"] > 0, name
-    assert rows_of(report)["fp8"]["kv"]["ratio"] == 0.5
+    assert rows["fp8"]["kv"]["ratio"] == 0.5
     assert report["baseline"] == "one" and report["settings"]["dtype"] == "float32"
+    # 2 layers, 2 KV heads of 8 numbers, keys and values, 2 bytes each.
+    assert rows["one"]["kv"]["bytes_per_token"] == 2 * 2 * 8 * 2 * 2
+    assert rows["window 10"]["kv"]["ratio"] == pytest.approx(0.25, abs=0.04)
+    assert 0.5 < rows["int8 KV"]["kv"]["ratio"] < 1
 
 
 @pytest.mark.parametrize(
@@ -117,14 +107,6 @@ def test_storage_is_measured_on_the_windows_and_its_live_cache_is_whole(models, 
     assert 116 < storage["share"] * 160 < 116 + 44 / 4
     assert row["kv"]["ratio"] == 1 and row["kv"]["by_context"]["8192"] == 8192 * token_bytes
     assert row["comparison"]["loss"]["difference"] != 0
-
-
-def test_bytes_are_those_of_the_checkpoints_dtype(whole):
-    rows = rows_of(whole[0])
-    # 2 layers, 2 KV heads of 8 numbers, keys and values, 2 bytes each.
-    assert rows["one"]["kv"]["bytes_per_token"] == 2 * 2 * 8 * 2 * 2
-    assert rows["window 10"]["kv"]["ratio"] == pytest.approx(0.25, abs=0.04)
-    assert 0.5 < rows["int8 KV"]["kv"]["ratio"] < 1
 
 
 def test_differences_and_divergences_are_to_the_baseline(whole):
@@ -186,24 +168,6 @@ def test_an_interrupted_evaluation_goes_on_unless_it_is_restarted(whole, models,
         assert len(measured) == count
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from surgery.evaluation.store import ResultStore
-from surgery.evaluation.dry_run import plan_evaluation
-Path.replace = lambda self, other: os.kill(os.getpid(), signal.SIGKILL)
-ResultStore.open(Path(sys.argv[1])).put("a", {})
-"""
-
-
-def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
-    assert Fork(tmp_path, code=KILLED).wait() == -signal.SIGKILL
-    (leftovers,) = (tmp_path / "results").iterdir()
-    assert leftovers.match(".a.json.surgery-*.partial")
-    ResultStore.open(tmp_path).put("a", {})
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["a.json"]
-
-
 def test_losses_of_mla_are_those_of_its_own_attention(models, tmp_path, monkeypatch):
     """The quality tasks run it by a fused kernel on CPUs, which its own attention is not."""
     out = tmp_path / "mla"
@@ -234,16 +198,14 @@ def test_the_baseline_itself_is_one_row_and_the_folder_is_named_for_the_first_ch
     assert (planned([one, two], None).out, planned([two], one).out) == ("one-eval", "two-eval")
 
 
-def test_quick_looks_are_marked(models, tmp_path):
-    report = run([models[0]], None, tmp_path / "out", limit=2)
-    assert report["settings"]["limit"] == 2 and report["rows"][0]["results"]["loss"]["sequences"] == 2
-
-
-def test_a_report_of_more_is_not_replaced_unasked(whole, models):
+def test_other_folders_and_reports_of_more_are_left_alone(whole, models, tmp_path):
     _, out = whole
     write_report(whole[0], out)
     with pytest.raises(SurgeryError, match="row other, which the new one would not"):
         run([models[0]], None, out, **CHEAP)
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(SurgeryError, match="files other than an evaluation"):
+        run([models[0]], None, tmp_path)
 
 
 def test_cheap_baselines_that_a_report_no_longer_has_are_named(models, tmp_path, capsys):
@@ -302,12 +264,6 @@ def test_results_of_a_plugin_are_those_of_its_text_and_version(models, tmp_path,
     with pytest.raises(SurgeryError, match=r"task letters of letters 1\.1 failed: ZeroDivisionError") as error:
         run([models[0]], None, tmp_path / "out", tasks="letters", overwrite=True, limit=1)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-
-
-def test_foreign_folders_are_left_alone(models, tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(SurgeryError, match="files other than an evaluation"):
-        run([models[0]], None, tmp_path)
 
 
 def test_other_tokenizers_are_refused(models, tmp_path):

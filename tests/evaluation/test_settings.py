@@ -9,19 +9,14 @@ from surgery.evaluation.kinds import DEFAULT
 from surgery.evaluation.settings import EvalSettings, Variant
 
 
-def test_lists_may_be_strings_or_single_values():
+def test_what_settings_mean():
+    """Lists may be strings or single values, short windows decode half, and \"all\" is all tasks."""
     settings = EvalSettings(tasks="loss, needle", needle_lengths=256, ruler_lengths="128,256", batches=[1, 1, 2])
     assert settings.tasks == ("loss", "needle")
     assert settings.needle_lengths == (256,) and settings.ruler_lengths == (128, 256) and settings.batches == (1, 2)
     assert EvalSettings(prompts="a, b").prompts == ("a, b",)
-
-
-def test_short_windows_decode_half():
     assert EvalSettings().decoded == 128 and EvalSettings(length=100).decoded == 50
     assert EvalSettings(length=100, decoded=0).decoded == 0
-
-
-def test_all_tasks_and_no_variants():
     assert EvalSettings(tasks="all,lm-eval:x").tasks == (*DEFAULT, "lm-eval:x")
     assert EvalSettings(variants="none").variants == ()
 

@@ -83,13 +83,10 @@ def test_rows_are_those_of_the_whole_matrix(checkpoints, family):
         model(ids)
 
 
-def test_rows_after_a_cache_see_the_cache():
+def test_rows_after_a_cache_see_the_cache_and_pieces_cover_all_rows(monkeypatch):
     query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
     attention = attention_rows.attention_rows(AttentionCall(0, query, key, key, None, 1.0), torch.arange(3))
     assert (attention > 0).sum(-1).tolist() == [[[6, 7, 8]] * 2]
-
-
-def test_pieces_cover_all_rows(monkeypatch):
     monkeypatch.setattr(attention_rows, "ENTRIES", 100)
     part = torch.zeros(1, 2, 10, 4)
     pieces = list(attention_rows.row_pieces(AttentionCall(0, part, part, part, None, 1.0), torch.arange(3, 10)))
@@ -142,9 +139,6 @@ def test_kept_order_takes_one_echo_head_for_fourteen_of_induction():
     order = (1 - induction.selection_order(echo, induction_scores)).flatten() * 20
     # Fourteen by induction, then the best by echo, then the rest.
     assert order.round().int().tolist() == [*range(1, 15), 16, 17, 18, 19, 20, 15]
-
-
-def test_kept_order_has_no_ties():
     flat = torch.zeros(3, 4, dtype=torch.float64)
     assert len(induction.selection_order(flat, flat).unique()) == 12
 
@@ -187,12 +181,7 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
         if fact >= 0:
             nth[position] = nth.get(position - 1, -1) + 1
     answer = max(nth.values()) + 1
-    heads = (
-        elsewhere,
-        lambda row: source(row) if nth[row + 1] < 2 else 0,
-        lambda row: source(row),
-        lambda row: row,
-    )
+    heads = (elsewhere, lambda row: source(row) if nth[row + 1] < 2 else 0, source, lambda row: row)
     assert sum(elsewhere(position - 1) > 0 for position in nth) >= 4
     monkeypatch.setattr(needle, "attention_rows", looking_at(lambda row, head: heads[head](row)))
     monkeypatch.setattr(needle, "LogitReader", KnowsAll)
@@ -204,9 +193,13 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
     assert result.facts == {"needles": facts, "needles_answered": facts}
 
 
-def test_a_model_that_answers_nothing_is_refused(checkpoints, session):
+def test_what_cannot_be_scored_is_refused(checkpoints, session):
     with pytest.raises(SurgeryError, match="answers none of"):
         needle.score(session(load(checkpoints("llama"))))
+    with pytest.raises(SurgeryError, match="nearly cover"):
+        kvzip.score(session(load(checkpoints("llama")), "kvzip", recent=100))
+    with pytest.raises(SurgeryError, match="choose duo"):
+        HeadSettings(method="magic")
 
 
 # Against the definitions, computed from whole matrices
@@ -242,11 +235,6 @@ def test_kvzip_is_the_largest_attention_of_the_repetition(monkeypatch, checkpoin
     assert torch.equal(result.scores.argsort(), result.parts["largest"].argsort())
 
 
-def test_kvzip_needs_more_than_streaming_keeps(checkpoints, session):
-    with pytest.raises(SurgeryError, match="nearly cover"):
-        kvzip.score(session(load(checkpoints("llama")), "kvzip", recent=100))
-
-
 # All of them
 
 
@@ -269,8 +257,3 @@ def test_finds_the_heads_that_retrieve(session, method):
     assert {(5, 1), (3, 0), (4, 3)} <= best(result.scores, 3)
     again = scorer(method)(session(model, method, length, Backwards(), sinks=16, recent=112))
     assert torch.equal(result.scores, again.scores) and result.facts == again.facts
-
-
-def test_an_unknown_method_is_refused():
-    with pytest.raises(SurgeryError, match="choose duo"):
-        HeadSettings(method="magic")

@@ -5,6 +5,7 @@ Run with a checkpoint and a folder, as `torchrun` does, this file is a process t
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from processes import torchrun
 from safetensors.torch import load_file, save_file
 from scoring import scoring_session, streaming_heads
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader
@@ -35,15 +35,6 @@ def call(dtype=torch.float32) -> AttentionCall:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 40, 8, dtype=dtype) for heads in (4, 2, 2))
     return AttentionCall(0, query, key, value, None, 8**-0.5)
-
-
-def test_gates_mix_the_outputs_of_their_heads():
-    attention = call()
-    out = gated_output(attention, torch.tensor([1.0, 0.25]), 2, 5)
-    full, streaming = attention.output(), streaming_output(attention, 2, 5)
-    assert torch.allclose(out[:, :, :2], full[:, :, :2], atol=1e-6)
-    assert torch.allclose(out[:, :, 2:], 0.25 * full[:, :, 2:] + 0.75 * streaming[:, :, 2:], atol=1e-6)
-    assert not torch.allclose(full, streaming, atol=1e-2)
 
 
 def test_the_mixture_is_float32_whatever_the_model_is():
@@ -102,46 +93,36 @@ def test_gates_of_1_and_0_are_full_and_streaming_heads(checkpoints, family):
         assert not torch.allclose(logits, model(tokens, use_cache=False).logits, atol=1e-1)
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """An entry for each time that attention was mixed."""
+    entries, computed = [], gates.gated_output
+    monkeypatch.setattr(gates, "gated_output", lambda *args: entries.append(None) or computed(*args))
+    return entries
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
-def test_layers_are_computed_again_as_in_evaluation(checkpoints, family):
-    model = AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=torch.float32)
-    model.eval().requires_grad_(False)
-    for module in model.modules():  # what training mode would bring in
-        if hasattr(module, "jitter_noise"):
-            module.jitter_noise = 0.5
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.5
-    states = [dict(layer.__dict__) for layer in model.base_model.layers]
-    tokens = torch.arange(3, 67).view(2, 32)
-    runs, calls = [], []
-
-    def losses(counts: list) -> tuple:
-        gate = torch.full((2, 2), 0.5, requires_grad=True)
-
-        def attention(each: AttentionCall):
-            counts.append(each.layer)
-            share = gate[each.layer].repeat_interleave(2)[:, None]
-            return share * each.output()
-
-        with tap_attention(model, attention):
-            out = model.base_model(tokens, use_cache=False).last_hidden_state
-            loss = out.square().cumsum(1).mean()
-            loss.backward()
-        return loss.detach(), gate.grad
-
-    runs.append(losses(calls))
-    with recomputed_layers(model):
-        again: list = []
-        runs.append(losses(again))
-    assert calls == [0, 1] and sorted(again) == [0, 0, 1, 1]
-    assert torch.equal(runs[0][0], runs[1][0]) and torch.allclose(runs[0][1], runs[1][1], rtol=1e-5)
-    assert [layer.__dict__ == state for layer, state in zip(model.base_model.layers, states, strict=True)] == [True] * 2
+def test_layers_are_computed_again_as_in_evaluation(checkpoints, family, calls):
+    session, results, counts = scoring_session(checkpoints(family), steps=1), [], []
+    for module in session.model.modules():  # what training mode would bring in
+        for name in {"jitter_noise", "attention_dropout"} & vars(module).keys():
+            setattr(module, name, 0.5)
+    states = [dict(layer.__dict__) for layer in session.model.base_model.layers]
+    for again in (False, True):
+        objective = duo.DuoObjective(session)
+        objective.gates.data.fill_(0.5)
+        calls.clear()
+        with recomputed_layers(session.model) if again else nullcontext():
+            results.append((objective.backward(0, 0).detach(), objective.gates.grad))
+        counts.append(len(calls))
+    assert counts[1] == 2 * counts[0]
+    torch.testing.assert_close(*results)
+    assert states == [layer.__dict__ for layer in session.model.base_model.layers]
 
 
 @pytest.mark.parametrize("method", SCORERS)
-def test_layers_are_computed_again_only_where_they_would_keep_much(checkpoints, method, monkeypatch):
-    results, calls, computed = [], [], gates.gated_output
-    monkeypatch.setattr(gates, "gated_output", lambda *args: calls.append(None) or computed(*args))
+def test_layers_are_computed_again_only_where_they_would_keep_much(checkpoints, method, monkeypatch, calls):
+    results = []
     for entry in (gate_training.KEPT_BYTES, 0):
         monkeypatch.setattr(gate_training, "KEPT_BYTES", entry)
         calls.clear()

@@ -39,13 +39,10 @@ def test_facts_and_answers_are_where_they_should_be(tokenizer, filler):
         assert (spans[:, 0].diff() > 0).all() and (spans[:-1, 1] <= spans[1:, 0]).all()
 
 
-def test_facts_are_spread_over_the_text(tokenizer, filler):
+def test_facts_are_spread_over_the_text_as_the_seed_says(tokenizer, filler):
     spans = needle_sequences(tokenizer, filler, 40, LENGTH, FACTS, seed=0).spans.double()
     assert spans[:, 0, 0].min() > DEPTHS[0] * 0.3 * LENGTH
     assert spans[:, 0, 0].mean() < 0.25 * LENGTH < 0.5 * LENGTH < spans[:, -1, 0].mean()
-
-
-def test_equal_seeds_give_equal_sequences(tokenizer, filler):
     first, again, other = (needle_sequences(tokenizer, filler, 2, LENGTH, FACTS, seed) for seed in (1, 1, 2))
     assert torch.equal(first.tokens, again.tokens) and torch.equal(first.spans, again.spans)
     assert not torch.equal(first.tokens, other.tokens)

@@ -1,4 +1,4 @@
-"""The pattern file, and those of other projects."""
+"""The pattern file, its picture, and files of other projects."""
 
 import json
 import os
@@ -9,28 +9,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgery.common.errors import SurgeryError
+from surgery.heads.heat_map import head_map, save_head_map
 from surgery.heads.import_patterns import read_pattern
 from surgery.heads.pattern import KEY, HeadPattern
 
 
 def make_pattern(**changes):
     generator = torch.Generator().manual_seed(0)
-    settings = {
-        "scores": torch.randn(3, 4, generator=generator),
-        "method": "needle",
-        "sinks": 16,
-        "recent": 112,
-        "spread": torch.rand(3, 4, generator=generator),
-        "parts": {"copy": torch.rand(3, 8, generator=generator), "steps": torch.arange(5)},
-        "settings": {"length": 1024, "text": "builtin", "samples": None},
-        "facts": {"needles": 7},
-        "data_sha256": "ab" * 32,
-        "model": {"name": "démo", "sha256": "cd" * 32, "config_sha256": "ef" * 32},
-        "seeds": (0, 1),
-        "seconds": 1.25,
-        "versions": {"torch": "2.13"},
-    }
-    return HeadPattern(**{**settings, **changes})
+    scores, spread = torch.randn(3, 4, generator=generator), torch.rand(3, 4, generator=generator)
+    parts = {"copy": torch.rand(3, 8, generator=generator), "steps": torch.arange(5)}
+    own = {"scores": scores, "method": "needle", "sinks": 16, "recent": 112, "spread": spread, "parts": parts}
+    own |= {"settings": {"length": 1024, "text": "builtin", "samples": None}, "facts": {"needles": 7}}
+    own |= {"model": {"name": "démo", "sha256": "cd" * 32, "config_sha256": "ef" * 32}, "data_sha256": "ab" * 32}
+    own |= {"seeds": (0, 1), "seconds": 1.25, "versions": {"torch": "2.13"}}
+    return HeadPattern(**{**own, **changes})
 
 
 def test_round_trip(tmp_path):
@@ -41,28 +33,15 @@ def test_round_trip(tmp_path):
         assert torch.equal(getattr(back, name), getattr(pattern, name))
     assert list(back.parts) == ["copy", "steps"]
     assert all(torch.equal(back.parts[name], part) for name, part in pattern.parts.items())
-    for name in (
-        "method",
-        "sinks",
-        "recent",
-        "settings",
-        "facts",
-        "data_sha256",
-        "model",
-        "seeds",
-        "seconds",
-        "versions",
-    ):
+    plain = ("method", "sinks", "recent", "settings", "facts", "data_sha256", "model", "seeds", "seconds", "versions")
+    for name in plain:
         assert getattr(back, name) == getattr(pattern, name), name
     assert back.sha256 == pattern.sha256
     assert load_file(path)["scores"].shape == (3, 4)
     assert os.listdir(tmp_path) == ["a.safetensors"]
     assert path.read_bytes() == back.save(tmp_path / "b.safetensors").read_bytes()
-
-
-def test_little_is_needed(tmp_path):
     pattern = HeadPattern(torch.ones(1, 2), "duo")
-    back = HeadPattern.load(pattern.save(tmp_path / "a.safetensors"))
+    back = HeadPattern.load(pattern.save(tmp_path / "c.safetensors"))
     assert back.spread is None and back.sinks is None and back.parts == {} and back.seeds == ()
 
 
@@ -178,6 +157,26 @@ def test_ranking_and_full_heads():
         pattern.full_heads(1.1)
 
 
+# Pictures
+
+
+def test_heat_map(tmp_path):
+    pattern = HeadPattern(torch.tensor([[0.9, 0.1, 0.8, 0.2], [0.0, 0.3, 0.1, 0.4]]), "a $x$", 0, 1)
+    panel = head_map(pattern).axes[0]
+    assert panel.get_title(loc="left") == r"a \$x\$"  # no mathematics
+    output, scores = panel.collections[0].get_array().reshape(2, 4), pattern.scores.numpy()
+    assert output.data == pytest.approx((scores - scores.min()) / (scores.max() - scores.min()))
+    assert panel.get_title(loc="right") == "0 to 0.9"
+    assert [(round(box.get_y() + 0.44), round(box.get_x() + 0.44)) for box in panel.patches] == [(0, 0), (0, 2)]
+    path = save_head_map(tmp_path / "map.png", pattern)
+    assert path.read_bytes() == save_head_map(tmp_path / "again.png", pattern).read_bytes()
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SurgeryError, match="cannot write"):
+        save_head_map(tmp_path / "nowhere" / "map.png", pattern)
+    panel = head_map(HeadPattern(torch.ones(2, 2), "flat")).axes[0]
+    assert panel.collections[0].get_array().ravel().tolist() == [0, 0, 0, 0]
+
+
 # Other projects'
 
 
@@ -202,9 +201,7 @@ def test_masks_of_prulong(tmp_path):
     pattern = read_pattern(tmp_path / "masks_sp0.5.tsv")
     assert pattern.scores.tolist() == [[1, 0, 0], [0, 1, 1]]
     assert (pattern.method, pattern.sinks, pattern.recent) == ("prulong", 128, 1024)
-
-
-def test_a_table_alone_says_nothing_of_sinks(tmp_path):
+    (tmp_path / "config.json").unlink()  # a table alone says nothing of sinks
     (tmp_path / "x.tsv").write_text("0.25\t1\n")
     pattern = read_pattern(tmp_path / "x.tsv")
     assert pattern.sinks is None and pattern.recent is None and pattern.model == {}

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from scoring import streaming_heads
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM
 
 from surgery.heads import streaming
 from surgery.heads.streaming import mixed_output, streaming_output
-from surgery.running.attention_tap import AttentionCall, tap_attention
+from surgery.running.attention_tap import AttentionCall
 
 
 def make_call(length, mask=None):
@@ -54,24 +52,3 @@ def test_heads_of_both_kinds(streams):
     for head, streaming_head in enumerate(streams):
         expected = dense(call, 2, 5 if streaming_head else 100)[:, :, 2 * head : 2 * head + 2]
         assert torch.allclose(out[:, :, 2 * head : 2 * head + 2], expected, atol=1e-12)
-
-
-@torch.no_grad()
-def test_in_a_model(checkpoints):
-    model = AutoModelForCausalLM.from_pretrained(checkpoints("qwen3"), dtype=torch.float32).eval()
-    ids = torch.randint(3, 4096, (2, 60), generator=torch.Generator().manual_seed(0))
-    streams = torch.tensor([[True, False], [False, True]])
-    expected = model(ids).logits
-    with streaming_heads(model, streams, 4, 56):
-        assert torch.allclose(model(ids).logits, expected, atol=1e-4)
-
-    def masked(call):
-        heads = [dense(call, 4, 8 if stream else 60) for stream in streams[call.layer]]
-        return torch.cat((heads[0][:, :, :2], heads[1][:, :, 2:]), dim=2)
-
-    with tap_attention(model, masked):
-        target = model(ids).logits
-    with streaming_heads(model, streams, 4, 8):
-        logits = model(ids).logits
-    assert torch.allclose(logits, target, atol=1e-4)
-    assert not torch.allclose(logits, expected, atol=1e-2)

@@ -34,20 +34,10 @@ METADATA = {
     "general.alignment": (UINT64, 32),
     "tokenizer.ggml.bos_token_id": (UINT64, 1),
 }
-TENSORS = {
-    "token_embd.weight": (8, 16),
-    "output_norm.weight": (8,),
-    "rope_freqs.weight": (2,),
-    "blk.0.attn_norm.weight": (8,),
-    "blk.0.attn_q.weight": (8, 8),
-    "blk.0.attn_k.weight": (8, 4),
-    "blk.0.attn_v.weight": (8, 4),
-    "blk.0.attn_output.weight": (8, 8),
-    "blk.0.ffn_norm.weight": (8,),
-    "blk.0.ffn_gate.weight": (8, 8),
-    "blk.0.ffn_up.weight": (8, 8),
-    "blk.0.ffn_down.weight": (8, 8),
-}
+TENSORS = {"token_embd.weight": (8, 16), "output_norm.weight": (8,), "rope_freqs.weight": (2,)}
+TENSORS |= {f"blk.0.{name}_norm.weight": (8,) for name in ("attn", "ffn")}
+TENSORS |= {f"blk.0.attn_{name}.weight": (8, rows) for name, rows in {"q": 8, "k": 4, "v": 4, "output": 8}.items()}
+TENSORS |= {f"blk.0.ffn_{name}.weight": (8, 8) for name in ("gate", "up", "down")}
 
 
 def text(value: str) -> bytes:

@@ -13,19 +13,9 @@ from surgery.heads.import_patterns import read_pattern
 from surgery.heads.pattern import HeadPattern
 
 SCORES = torch.arange(8.0).reshape(2, 4)
-HEADER = {
-    "format": 1,
-    "method": "induction",
-    "sinks": 4,
-    "recent": 64,
-    "settings": {"length": 64},
-    "facts": {"prompts": 2},
-    "model": {"name": "llama", "sha256": "00"},
-    "versions": {"torch": "2"},
-    "data_sha256": "00",
-    "seeds": [0, 1],
-    "seconds": 1.5,
-}
+HEADER = {"format": 1, "method": "induction", "sinks": 4, "recent": 64, "settings": {"length": 64}}
+HEADER |= {"facts": {"prompts": 2}, "model": {"name": "llama", "sha256": "00"}, "versions": {"torch": "2"}}
+HEADER |= {"data_sha256": "00", "seeds": [0, 1], "seconds": 1.5}
 TENSORS = (SCORES, SCORES.double(), SCORES[0], SCORES * float("nan"), SCORES.new_zeros(0, 4), SCORES.new_zeros(2, 0))
 
 

@@ -25,17 +25,8 @@ REPORT = sample_report(rows=2)
 SHORT = copy.deepcopy(REPORT)
 for row in SHORT["rows"]:
     row["results"] = {name: row["results"][name] for name in ("loss", "generate")}
-BREAKOUTS = st.sampled_from(
-    (
-        *MARKUP,
-        *OUTSIDE,
-        '"><img src=x onerror=alert(1)>',
-        "' onload='x",
-        "</style><script>x</script>",
-        "$x$",
-        "a\n\n# b",
-    )
-) | st.text(alphabet="<>&\"'`|$\n/scriptx =", max_size=20)
+OWN = ('"><img src=x onerror=alert(1)>', "' onload='x", "</style><script>x</script>", "$x$", "a\n\n# b")
+BREAKOUTS = st.sampled_from((*MARKUP, *OUTSIDE, *OWN)) | st.text(alphabet="<>&\"'`|$\n/scriptx =", max_size=20)
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +87,8 @@ def elements(html: str) -> Elements:
 
 def with_texts(value, texts):
     """A report whose free texts are others."""
-    free = {
-        "title",
-        "command",
-        "created",
-        "device_name",
-        "platform",
-        "path",
-        "prompt",
-        "text",
-        "source_sha256",
-        "method",
-    }
+    free = {"title", "command", "created", "device_name", "platform"}
+    free |= {"path", "prompt", "text", "source_sha256", "method"}
     if isinstance(value, dict):
         return {
             key: next(texts) if key in free and isinstance(inner, str) else with_texts(inner, texts)
@@ -165,12 +146,8 @@ def card(message, name):
 @cases(7)
 def test_cards_escape_every_text(texts):
     message, name = copy.deepcopy(CONVERSION), texts[0]
-    message["source"]["path"], message["target"]["reasons"], message["target"]["method"] = (
-        texts[1],
-        [texts[2]],
-        texts[3],
-    )
-    message["calibration"]["source"], message["command"] = texts[4], texts[5]
+    message["source"]["path"], message["calibration"]["source"], message["command"] = texts[1], texts[4], texts[5]
+    message["target"] |= {"reasons": [texts[2]], "method": texts[3]}
     files, plain = card(message, name), card(CONVERSION, "llama")
     assert len(files.splitlines()) == len(plain.splitlines())
     head, body = files.split("---\n", 2)[1:]

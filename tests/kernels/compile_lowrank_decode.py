@@ -9,30 +9,14 @@ from surgery.kernels.lowrank_decode.launches import default_config
 from surgery.kernels.lowrank_decode.launches import launches as launches_of
 
 
-def launch(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    key_rank: int,
-    *,
-    width: int | None = None,
-    exact: int = 0,
-    norm: bool = False,
-    capability: int = 90,
-) -> Launch:
+def launch(heads, kv_heads, dim, key_rank, *, width=None, exact=0, norm=False, capability=90) -> Launch:
     """The first launch for latents of `width` numbers, of which each KV head reads `key_rank`."""
     batch, tokens, capacity, blockwise = 2, 1, 131_072, width is not None and width != key_rank
     bf16, ints = {"dtype": torch.bfloat16}, {"dtype": torch.int32}
     width = width or key_rank
     value_rank = key_rank
-    config = default_config(
-        dim=dim,
-        key_rank=key_rank,
-        value_rank=value_rank,
-        dtype=torch.bfloat16,
-        capability=capability,
-        plain=not exact,
-    )
+    ranks = {"dim": dim, "key_rank": key_rank, "value_rank": value_rank}
+    config = default_config(**ranks, dtype=torch.bfloat16, capability=capability, plain=not exact)
     config = replace(config, splits=8)
     with torch.device("meta"):
         options = {"within": torch.empty(2, 128, dim // 2), "begins": torch.empty(2, capacity // 128, dim // 2)}

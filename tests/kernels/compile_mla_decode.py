@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 from compilation import SHARED_LIMITS
 
-from surgery.kernels.launch import Config, Launch
+from surgery.kernels.launch import Launch
 from surgery.kernels.mla_decode import packed_kernel
 from surgery.kernels.mla_decode.kernel import default_config, launches
 from surgery.kernels.unpack_rows import kernel as unpack_kernel
@@ -16,27 +16,13 @@ SHAPES = ((32, 512, 64), (32, 256, 64), (32, 128, 64), (28, 448, 64), (128, 512,
 """Heads, r, ρ: Llama-2-7B and Llama-3-8B at three ratios, Qwen2.5-7B, DeepSeek-V3, ranks that are no powers of two."""
 
 
-def launch(
-    heads: int,
-    rank: int,
-    rope: int,
-    *,
-    sm: int,
-    page: int = 0,
-    gains: int = 0,
-    window: int | None = None,
-    tokens: int = 1,
-    splits: int = 32,
-    dtype: torch.dtype = torch.bfloat16,
-    config: Config | None = None,
-    batch: int = 4,
-    capacity: int = 131_072,
-) -> Launch:
+def launch(heads, rank, rope, *, sm, page=0, gains=0, window=None, tokens=1, splits=32, dtype=torch.bfloat16) -> Launch:
     """The attention itself, on meta tensors; its merge is `split_kv`'s and checked there."""
+    batch, capacity = 4, 131_072
     with torch.device("meta"):
         rows = (4096, page) if page else (batch, capacity)
         needs = {"paged": page > 0, "gains": gains > 0}
-        config = config or default_config(tokens * heads, rank, rope, dtype, SHARED_LIMITS[sm], **needs)
+        config = default_config(tokens * heads, rank, rope, dtype, SHARED_LIMITS[sm], **needs)
         return launches(
             torch.empty(batch, tokens, heads, rank + rope, dtype=dtype),
             torch.empty(*rows, rank, dtype=dtype),

@@ -9,13 +9,8 @@ from kernel_checks import assert_close
 from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 
 from surgery.kernels.lowrank_decode.launches import default_config, launches
-from surgery.kernels.lowrank_decode.operator import (
-    _lowrank_decode,
-    lowrank_decode,
-    rotation_tables,
-)
+from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.lowrank_decode.reference import lowrank_attention
-from surgery.kernels.split_kv import merge
 from surgery.model.group_cache import GroupLayer
 from surgery.model.group_stores import SharedCodes
 from surgery.model.left_padding import LeftPadding
@@ -108,19 +103,10 @@ def test_what_a_residual_window_caches_is_served():
         if own < max(padding):
             continue
         exact = exact.unflatten(-1, (2 * kv_heads, dim))[:, 0].transpose(1, 2)
-        out, exact_out, _ = lowrank_decode(
-            settings["query"][:, own, None],
-            latent[:, 0],
-            settings["key_up"],
-            0.5,
-            rotation=rotation,
-            starts=ints(*padding),
-            window=window,
-            sinks=sinks,
-            exact_key=exact[:, :kv_heads],
-            exact_value=exact[:, kv_heads:],
-            exact_slots=key_slots,
-        )
+        how = {"rotation": rotation, "starts": ints(*padding), "window": window, "sinks": sinks}
+        how |= {"exact_key": exact[:, :kv_heads], "exact_value": exact[:, kv_heads:], "exact_slots": key_slots}
+        query = settings["query"][:, own, None]
+        out, exact_out, _ = lowrank_decode(query, latent[:, 0], settings["key_up"], 0.5, **how)
         for row, start in enumerate(padding):
             mask = torch.arange(start, own + 1)
             is_exact = (mask > own - window) | (mask - start < sinks)
@@ -158,23 +144,10 @@ def test_what_a_group_of_layers_caches_is_served(piece):
         causal = reading.first + torch.arange(piece)[:, None] >= torch.arange(layer.seen)
         mask = reading.select(causal[None, None])[0, 0]
         exact_key, exact_value = exact[0].unflatten(-1, (2, kv_heads, dim)).permute(2, 0, 3, 1, 4)
-        out, exact_out, _ = lowrank_decode(
-            query[None],
-            codes[:, 0],
-            basis[0],
-            0.5,
-            rotation=rotation,
-            key_bias=settings["key_bias"],
-            norm_weight=settings["norm_weight"],
-            norm_eps=settings["norm_eps"],
-            lengths=ints(layer.seen),
-            rebuilt=ints([sinks, reading.block_start]),
-            window=window,
-            exact_key=exact_key,
-            exact_value=exact_value,
-            exact_slots=reading.exact.int()[None],
-            raw_exact=True,
-        )
+        how = {name: settings[name] for name in ("key_bias", "norm_weight", "norm_eps")} | {"rotation": rotation}
+        how |= {"exact_key": exact_key, "exact_value": exact_value, "exact_slots": reading.exact.int()[None]}
+        how |= {"lengths": ints(layer.seen), "rebuilt": ints([sinks, reading.block_start]), "window": window}
+        out, exact_out, _ = lowrank_decode(query[None], codes[:, 0], basis[0], 0.5, **how, raw_exact=True)
         result = torch.einsum("thr,hvr->thv", out[0], basis[1].repeat_interleave(2, 0)) + exact_out[0]
         for token in range(piece):
             expected = by_hand(query[token], key[:, mask[token]], value[:, mask[token]], 0.5)
@@ -286,24 +259,6 @@ def test_the_kernel_in_bf16(name, device):
     check(name, torch.bfloat16, device)
 
 
-def test_parts_of_the_tokens_are_merged_by_their_lse():
-    """Latents [0, 48) in one call, the rest with the full-precision tokens in another: one call over all."""
-    settings = inputs(1, 2, 4, 2, 8, 6, 60, exact=12)
-    rotation, exact = tables(settings), {key: settings.pop(key) for key in ("exact_key", "exact_value")}
-    settings.pop("inv_freq")
-    exact["exact_slots"] = torch.cat([torch.arange(50, 60), torch.arange(2)]).int()[None]
-    common = {"rotation": rotation, "lengths": ints(60), "window": 9, "sinks": 2, "scale": 0.4}
-    latent = settings.pop("latent")
-    whole, whole_exact, whole_lse = lowrank_decode(latent=latent, **settings, **common, **exact)
-    old, _, old_lse = lowrank_decode(latent=latent[:, :48], **settings, **common)
-    new, new_exact, new_lse = lowrank_decode(latent=latent[:, 48:], **settings, **common, **exact, first=ints(48))
-    parts = [torch.cat([old, new_exact * 0], dim=-1), torch.cat([new, new_exact], dim=-1)]
-    logs = torch.stack([old_lse, new_lse], dim=-1).double()
-    merged, lse = merge(torch.stack(parts, dim=-2).flatten(0, 2), logs.flatten(0, 2))
-    torch.testing.assert_close(merged.view(1, 2, 4, -1), torch.cat([whole, whole_exact], dim=-1), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(lse.view(1, 2, 4).float(), whole_lse)
-
-
 WITHIN, BEGINS = rotation_tables(10.0 ** -torch.arange(2.0), 9, torch.float64)
 EXAMPLES = {
     "lowrank_decode": Example(
@@ -335,24 +290,13 @@ def among_others(name, capability, mma):
 
 def spilled(name, capability):
     """Bytes, where a few addresses are over 255 registers."""
-    reference = {
-        80: {
-            "joint": 8,
-            "Llama-3-8B, joint 1024": 128,
-            "Llama-2-7B, blocks of four heads": 124,
-            "Qwen2.5-7B, one head, exact": 24,
-        },
-        90: {},
-    }
-    return reference[capability].get(name, 0)
+    most = {"joint": 8, "Llama-3-8B, joint 1024": 128, "Llama-2-7B, blocks of four heads": 124}
+    most["Qwen2.5-7B, one head, exact"] = 24
+    return most.get(name, 0) if capability == 80 else 0
 
 
 def launches_compiled(name, *capabilities):
     return Compiled(f"compile_lowrank_decode:{name}", among_others, capabilities, spilled, frames=True)
 
 
-COMPILED = [
-    launches_compiled("few", 90),
-    slow(launches_compiled("few", 80)),
-    slow(launches_compiled("more", 80, 90)),
-]
+COMPILED = [launches_compiled("few", 90), slow(launches_compiled("few", 80)), slow(launches_compiled("more", 80, 90))]

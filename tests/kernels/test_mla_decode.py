@@ -13,12 +13,8 @@ from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.reference import causal_mask, ragged_latent_attention
 from surgery.kernels.operation import attention_outputs
 from surgery.kernels.reference import paged_tokens
-from surgery.kernels.split_kv import merge
 
 SMALL = Config(block_rows=16, block_tokens=16, chunk=16, warps=4, stages=2)
-
-HALF = (torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu))
-"""Triton's interpreter multiplies bf16 wrongly."""
 
 
 def inputs(batch, tokens, heads, total, rank, rope, dtype=torch.float32, device="cpu", gains=0, seed=0):
@@ -146,18 +142,6 @@ def test_pages(page, device):
     assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
-def test_gains_multiply_keys(device):
-    """A gain on logits is one on keys, where each head has its own."""
-    query, latent, rope_key, gain = inputs(2, 1, 6, 30, 32, 16, device=device, gains=2)
-    out, lse = run(query, latent, rope_key, 0.2, key_gain=gain)
-    for head in range(6):
-        factor = gain[..., head // 3, None].double()
-        key = torch.cat([latent, rope_key], dim=-1).double() * factor
-        logits = torch.einsum("btc,bsc->bts", query[:, :, head].double(), key) * 0.2
-        assert_close("out", out[:, :, head], logits.softmax(-1) @ latent.double())
-        assert_close("lse", lse[:, :, head], logits.logsumexp(-1))
-
-
 def test_views_of_one_cache(device):
     """Latent and rotated key side by side in one cache of one head, in a batch that is itself a slice."""
     query, latent, rope_key, _ = inputs(2, 2, 7, 50, 48, 16, device=device)
@@ -168,18 +152,6 @@ def test_views_of_one_cache(device):
     assert all(
         torch.equal(a, b) for a, b in zip(run(turned, *views, 0.1), run(query, latent, rope_key, 0.1), strict=True)
     )
-
-
-def test_fp32_scratch_of_splits_merges_to_the_whole(device):
-    query, latent, rope_key, _ = inputs(1, 1, 4, 100, 32, 0, device=device)
-    out, lse = attention_outputs(query, 32)
-    config = replace(SMALL, splits=4)
-    attention, _ = kernel.launches(query, latent, rope_key, 0.3, out=out, lse=lse, config=config)
-    attention.run()
-    whole, log = merge(attention.arguments["out"], attention.arguments["log"])
-    expected = ragged_latent_attention(query.double(), latent.double(), rope_key.double(), 0.3)
-    assert_close("out", whole.view_as(out), expected[0])
-    assert_close("lse", log.view_as(lse), expected[1])
 
 
 def test_the_operator_runs_the_kernel(device, caplog):

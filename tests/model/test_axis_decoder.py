@@ -27,11 +27,6 @@ def model_of(entry, name="qwen3_vl"):
     return AutoModelForImageTextToText.from_config(config).eval()
 
 
-def test_sections_in_a_row():
-    decoder = model_of(None, "qwen2_5_vl").get_decoder()
-    assert decoder.axes_of(tuple(decoder.rotary_emb.inv_freq.tolist())) == [0, 0, 1, 2]
-
-
 def test_every_pair_turns_by_its_axis():
     """Sections of 3, 3 and 2 pairs interleaved; other frequencies have no axis."""
     decoder = model_of(LOW_RANK).get_decoder()
@@ -44,6 +39,8 @@ def test_every_pair_turns_by_its_axis():
         result = attention.rotary(torch.tensor([3, 50, 700])[:, None, None])
     for actual, want in zip(result, (cos, sin), strict=True):
         torch.testing.assert_close(actual[0, 0, 0].double(), want[0, 0, : len(own)])
+    decoder = model_of(None, "qwen2_5_vl").get_decoder()
+    assert decoder.axes_of(tuple(decoder.rotary_emb.inv_freq.tolist())) == [0, 0, 1, 2]
 
 
 def test_frequencies_of_no_axis_turn_text_alone():

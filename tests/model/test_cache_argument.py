@@ -9,13 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from surgery.model.cache_argument import CACHE, CACHE_NAMES, cache_for, returned_cache, takes_cache
 
-MODELS = {
-    "latent": own.lossless_model,
-    "low_rank": own.lossless_low_rank,
-    "window": own.lossless_window,
-    "hybrid": own.lossless_hybrid,
-    "streaming_latent": own.lossless_streaming_latent,
-}
+MODELS = {name: own.KINDS[name] for name in ("latent", "low_rank", "window", "hybrid", "streaming_latent")}
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)

@@ -1,10 +1,11 @@
 """Layers that share a cache are a function of the text, in every family, whatever pieces the text comes in."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from own_models import FULL_ATTENTION, VOCAB, tiny_source
+from own_models import FULL_ATTENTION, LATENT, lossless_config, lossless_model, tiny_source, tokens
 from shared_caches import FORMS, LAYERS, PAIRS, PROMPT, STATIC, WIDTH, shared
 from transformers import DynamicCache, StaticCache
 
@@ -16,10 +17,7 @@ register()
 
 
 FAMILIES = [family for family in FULL_ATTENTION if family not in SCALED_QUERIES]
-
-
-def text(batch: int = 2, length: int = 23) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+text = partial(tokens, length=23)
 
 
 def agree(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
@@ -99,36 +97,11 @@ def test_greedy_generation_is_the_argmax_of_one_pass(model, chunk):
 
 
 def test_beams_are_scored_as_one_pass_scores_them(model):
-    tokens = model.generate(
-        text(),
-        max_new_tokens=7,
-        num_beams=3,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
+    how = {"max_new_tokens": 7, "num_beams": 3, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(text(), **how, return_dict_in_generate=True, output_scores=True)
     logits = model(tokens.sequences).logits[:, 22:-1].log_softmax(-1)
     scores = logits.gather(-1, tokens.sequences[:, 23:, None])[..., 0].sum(-1) / 7
     assert torch.allclose(scores, tokens.sequences_scores, atol=1e-4)
-
-
-def test_sampling_is_the_same_with_and_without_a_cache(model):
-    def sample(**options):
-        torch.manual_seed(0)
-        return model.generate(text(), max_new_tokens=5, do_sample=True, top_k=5, **options)
-
-    assert torch.equal(sample(), sample(use_cache=False))
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_live_bytes_are_those_predicted(batch):
-    for entry in (STATIC | {"block": 64}, STATIC | {"block": 48, "sinks": 4, "window": 70}, PAIRS | {"block": 32}):
-        model = shared(tiny_source("llama"), entry).to(torch.bfloat16)
-        cache = DynamicCache(config=model.config)
-        for piece in text(batch, 230).split((150, 50, 30), dim=1):
-            model(piece, past_key_values=cache, logits_to_keep=1)
-        assert cache_bytes(cache) == model.kv_cache_bytes(batch, 230)
 
 
 def test_a_basis_of_the_prompt_reads_the_prompt_exactly_and_compresses_it_afterwards():
@@ -215,3 +188,44 @@ def test_groups_that_make_no_sense_are_refused(entries, message):
 def test_sliding_windows_are_refused():
     with pytest.raises(ValueError, match="full attention"):
         shared(tiny_source("mistral"), STATIC)
+
+
+# A basis shared over the latents of MLA layers.
+
+
+def shared_latents(family: str, rank: int, **recent) -> tuple[SurgeryForCausalLM, SurgeryForCausalLM]:
+    """An MLA model, and the same with a basis of orthonormal directions that its two layers share."""
+    source = tiny_source(family)
+    latent = lossless_model(source)
+    recent = {"block": 4, "sinks": 0, "window": 0, **recent}
+    entries = [
+        {**entry, "kind": "cross_layer_latent", "group_size": 2, "place": index, "rank": rank, **recent}
+        for index, entry in enumerate(lossless_config(source).attention_layers)
+    ]
+    model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries, experts_implementation="eager"))
+    model.load_state_dict(latent.state_dict(), strict=False)
+    width = entries[0]["kv_lora_rank"]
+    basis = torch.linalg.qr(torch.randn(2 * width, 2 * width, generator=torch.Generator().manual_seed(2)))[0][:rank]
+    for index, layer in enumerate(model.model.layers):
+        part = basis[:, index * width : (index + 1) * width]
+        layer.self_attn.basis_down.copy_(part)
+        layer.self_attn.basis_up.copy_(part.T)
+    return latent, model.eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen3_moe"])
+def test_a_basis_of_full_rank_is_the_latent_model(family):
+    latent, model = shared_latents(family, 2 * LATENT)
+    agree(model(text()).logits, latent(text()).logits)
+
+
+@pytest.mark.parametrize("recent", [{}, {"sinks": 2, "window": 5, "block": 3}])
+def test_every_way_to_feed_a_text_to_shared_latents_gives_the_same(recent):
+    latent, model = shared_latents("qwen3", 7, **recent)
+    expected = model(text()).logits
+    assert float((expected - latent(text()).logits).abs().max()) > 1e-2
+    for pieces in ((5, *[1] * 18), (3, 9, 11)):
+        cache = DynamicCache(config=model.config)
+        results = [model(piece, past_key_values=cache).logits for piece in text().split(pieces, dim=1)]
+        agree(torch.cat(results, dim=1), expected)
+        assert cache_bytes(cache) == model.kv_cache_bytes(2, 23)

@@ -54,7 +54,7 @@ def test_every_query_reads_each_slot_once_in_the_form_that_the_rule_says(block, 
         assert cache_bytes(cache) == cache.predicted_bytes(records, **size)
 
 
-def test_an_additive_mask_is_chosen_from_too():
+def test_an_additive_mask_is_chosen_from_too_and_pieces_end_where_blocks_do():
     cache = layer(4, window=3)
     cache.update(numbered(0, 4), numbered(0, 4)[..., :0])
     cache.settle(lambda tokens: tokens)
@@ -62,9 +62,6 @@ def test_an_additive_mask_is_chosen_from_too():
     visible = torch.arange(7) <= torch.arange(4, 7)[:, None]
     additive = torch.zeros(3, 7).masked_fill(~visible, torch.finfo(torch.float32).min)
     assert torch.equal(reading.select(additive) == 0, reading.select(visible))
-
-
-def test_pieces_must_end_where_blocks_do():
     with pytest.raises(ValueError, match="cross the end of a block of 4"):
         layer(4).reading(5, torch.device("cpu"))
 
@@ -83,19 +80,6 @@ def test_a_cache_that_is_reset_is_new_and_cannot_take_tokens_back():
         cache.crop(-1)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.store.codes is None and cache_bytes(cache) == 0
-
-
-def test_rows_are_reordered_in_the_store_once_for_the_group():
-    store = SharedCodes(2, WIDTH)
-    layers = [GroupLayer(store, index, 2) for index in range(2)]
-    tokens = torch.randn(3, 1, 2, WIDTH, generator=torch.Generator().manual_seed(0))
-    for one in layers:
-        one.update(tokens, tokens[..., :0])
-        one.settle(lambda block: block)
-    order = torch.tensor([2, 0, 0])
-    for one in layers:
-        one.reorder_cache(order)
-    assert torch.equal(store.codes, 2 * tokens[order])
 
 
 def test_layers_must_write_in_their_order():

@@ -2,30 +2,18 @@
 
 import random
 
+import own_models as own
 import pytest
 import torch
-from own_models import (
-    FULL_ATTENTION,
-    HEAD_DIM,
-    LAYERS,
-    VOCAB,
-    agree,
-    hybrid_entry,
-    hybrid_model,
-    lossless_low_rank,
-    lossless_streaming_latent,
-    streaming_blocks_entries,
-    through_cache,
-    tiny_source,
-    tokens,
-)
+from own_models import hybrid_entry, hybrid_model, tiny_source, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 import surgery.model.hybrid_cache
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 
 HEADS, KV_HEADS = 8, 4
-MANY_HEADS = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "hidden_size": 32, "head_dim": HEAD_DIM}
+MANY_HEADS = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "hidden_size": 32}
+MANY_HEADS |= {"head_dim": own.HEAD_DIM}
 
 
 class DenseReference:
@@ -73,7 +61,7 @@ def reference_logits(source: PreTrainedModel, entries, padding, ids) -> torch.Te
 
 def agree_after_padding(actual, expected, padding, tolerance=1e-10):
     for row, first in enumerate(padding):
-        agree(actual[row, first:], expected[row, first:], tolerance)
+        own.agree(actual[row, first:], expected[row, first:], tolerance)
 
 
 def random_entry(rng: random.Random) -> dict | None:
@@ -101,7 +89,7 @@ TRIED = (("eager", "llama"), ("sdpa", "llama"), ("sdpa", "qwen3"))
     ("family", "implementation"),
     [
         pytest.param(family, how, marks=[pytest.mark.slow] * ((how, family) not in TRIED))
-        for family in FULL_ATTENTION
+        for family in own.FULL_ATTENTION
         for how in ("sdpa", "eager")
     ],
 )
@@ -111,7 +99,9 @@ def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkey
     tolerance = 1e-10 if implementation == "sdpa" else 1e-5  # a family's own eager attention has its softmax in fp32
     for _ in range(5):
         monkeypatch.setattr(surgery.model.hybrid_cache, "PIECE", rng.choice([1, 256]))
-        entries = [random_entry(rng) for _ in range(LAYERS - 1)] + [hybrid_entry(1, [2, 0, 1, 3], 1, sinks=2, recent=5)]
+        entries = [random_entry(rng) for _ in range(own.LAYERS - 1)] + [
+            hybrid_entry(1, [2, 0, 1, 3], 1, sinks=2, recent=5)
+        ]
         rng.shuffle(entries)
         batch, length = rng.choice([(1, 9), (1, 40), (3, 14), (3, 40)])
         padding = [rng.choice([0, 2, length // 2]) for _ in range(batch)]
@@ -121,7 +111,7 @@ def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkey
         expected = reference_logits(source, entries, padding, ids)
         chunks = random_chunks(rng, length)
         for sizes in (chunks, [length]):
-            agree_after_padding(through_cache(model, ids, padding, sizes), expected, padding, tolerance)
+            agree_after_padding(own.through_cache(model, ids, padding, sizes), expected, padding, tolerance)
         mask = (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
         agree_after_padding(model(ids, attention_mask=mask, use_cache=False).logits, expected, padding, tolerance)
 
@@ -129,12 +119,12 @@ def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkey
 def streaming_latents(source):
     """The second layer streams."""
     entries = [None, hybrid_entry(0, [0, 1], sinks=2, recent=5)]
-    return lossless_streaming_latent(source, 2, 5), entries
+    return own.lossless_streaming_latent(source, 2, 5), entries
 
 
 def streaming_blocks(source):
     entries = [hybrid_entry(1, [0, 1], sinks=2, recent=5), hybrid_entry(0, [0, 1], sinks=2, recent=5)]
-    return lossless_low_rank(source, streaming_blocks_entries(2, 5)), entries
+    return own.lossless_low_rank(source, own.streaming_blocks_entries(2, 5)), entries
 
 
 @pytest.mark.parametrize("make", [streaming_latents, streaming_blocks])
@@ -146,7 +136,7 @@ def test_latents_stream_likewise(family, make):
     monolith = [entry or hybrid_entry(2, [0, 1]) for entry in entries]
     expected = reference_logits(source, monolith, padding, ids)
     for chunks in ([30], [10, 10, 1, 1, 8], [1] * 30):
-        agree_after_padding(through_cache(model, ids, padding, chunks), expected, padding, 1e-4)
+        agree_after_padding(own.through_cache(model, ids, padding, chunks), expected, padding, 1e-4)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "int2", "fp8"])
@@ -154,12 +144,12 @@ def test_quantized_streaming_heads_do_not_depend_on_chunks(form):
     source = tiny_source("llama", **MANY_HEADS).double()
     kv_cache = {"format": "int8", "group": 32, "window": 64, "keys": "channel", "streaming_format": form}
     entries = [hybrid_entry(1, [3, 1, 0, 2], 1, sinks=2, recent=6), hybrid_entry(0, [0, 1, 2, 3], sinks=0, recent=4)]
-    model, exact = hybrid_model(source, entries, kv_cache=kv_cache).double(), hybrid_model(source, entries).double()
+    model, exact = (hybrid_model(source, entries, kv_cache=cache).double() for cache in (kv_cache, None))
     ids, padding = tokens(2, 30), [0, 5]
-    expected = through_cache(model, ids, padding, [30])
+    expected = own.through_cache(model, ids, padding, [30])
     for chunks in ([10, 10, 1, 1, 8], [1] * 30):
-        agree_after_padding(through_cache(model, ids, padding, chunks), expected, padding, 1e-9)
-    assert (expected - through_cache(exact, ids, padding, [30])).abs().max() > 1e-4
+        agree_after_padding(own.through_cache(model, ids, padding, chunks), expected, padding, 1e-9)
+    assert (expected - own.through_cache(exact, ids, padding, [30])).abs().max() > 1e-4
     cache = model(ids).past_key_values
     assert [layer.reads_ahead for layer in cache.layers] == [True, False]
     assert torch.equal(model.train()(ids).logits, exact(ids).logits), "training reads no codes"
@@ -172,10 +162,10 @@ def test_gradient_checkpointing_knows_the_padding(make):
     window = {"kind": "low_rank", "blocks": [{"rank": 32, "keys": [0, 1], "values": [0, 1]}], "shared_layers": 0}
     window |= {"shared_rank": 0, "sinks": 2, "window": 4}
     model = {
-        "hybrid": lambda: hybrid_model(source, [entry] * LAYERS),
-        "window": lambda: noisy(lossless_low_rank(source, [window] * LAYERS)),
-        "blocks": lambda: lossless_low_rank(source, streaming_blocks_entries(2, 4)),
-        "latent": lambda: lossless_streaming_latent(source, 2, 4),
+        "hybrid": lambda: hybrid_model(source, [entry] * own.LAYERS),
+        "window": lambda: noisy(own.lossless_low_rank(source, [window] * own.LAYERS)),
+        "blocks": lambda: own.lossless_low_rank(source, own.streaming_blocks_entries(2, 4)),
+        "latent": lambda: own.lossless_streaming_latent(source, 2, 4),
     }[make]()
     ids = tokens(3, 14)
     mask = (torch.arange(14) >= torch.tensor([0, 3, 8])[:, None]).long()
@@ -192,7 +182,7 @@ def test_gradient_checkpointing_knows_the_padding(make):
     trained = model.train()
     trained.gradient_checkpointing_enable()
     for name, gradient in gradients().items():
-        agree(gradient, plain[name], 1e-4)
+        own.agree(gradient, plain[name], 1e-4)
 
 
 def noisy(model: SurgeryForCausalLM) -> SurgeryForCausalLM:
@@ -205,23 +195,8 @@ def noisy(model: SurgeryForCausalLM) -> SurgeryForCausalLM:
     return model
 
 
-def test_generates_alike_with_beams_padding_and_chunks():
-    """Beams reorder sums, sinks and codes; a first chunk may be padding in some row."""
-    source = tiny_source("llama", **MANY_HEADS)
-    entries = [hybrid_entry(1, [3, 1, 0, 2], 2, sinks=2, recent=5), hybrid_entry(0, [0, 1, 2, 3], sinks=1, recent=4)]
-    model = hybrid_model(source, entries)
-    prompt = tokens(2, 20)
-    mask = (torch.arange(20) >= torch.tensor([0, 9])[:, None]).long()
-    common = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8}
-    for how in ({"do_sample": False}, {"num_beams": 3, "do_sample": False}):
-        cached = model.generate(prompt, **common, **how)
-        assert torch.equal(cached, model.generate(prompt, **common, **how, use_cache=False))
-        chunked = model.generate(prompt, **common, **how, prefill_chunk_size=4, disable_compile=True)
-        assert torch.equal(cached, chunked)
-
-
 def test_masks_that_a_window_cannot_follow_are_refused():
-    model = hybrid_model(tiny_source("llama"), [hybrid_entry(1, [1, 0], sinks=1, recent=3)] * LAYERS)
+    model = hybrid_model(tiny_source("llama"), [hybrid_entry(1, [1, 0], sinks=1, recent=3)] * own.LAYERS)
     ids = tokens(1, 6)
     right = torch.tensor([[1, 1, 1, 1, 0, 0]])
     cache = model(ids, attention_mask=right).past_key_values  # padding after the text disturbs nothing
@@ -234,7 +209,7 @@ def test_masks_that_a_window_cannot_follow_are_refused():
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])
 def test_families_with_windows_of_their_own_are_refused(family):
     with pytest.raises(ValueError, match="sliding_attention"):
-        hybrid_model(tiny_source(family), [hybrid_entry(1, [1, 0])] * LAYERS)
+        hybrid_model(tiny_source(family), [hybrid_entry(1, [1, 0])] * own.LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -269,13 +244,13 @@ def test_impossible_entries_are_refused(change, message):
 )
 def test_impossible_streaming_blocks_are_refused(change, message):
     base = tiny_source("llama").config
-    entry = streaming_blocks_entries()[0] | change
+    entry = own.streaming_blocks_entries()[0] | change
     with pytest.raises(ValueError, match=message):
         SurgeryConfig.from_base(base, [entry, entry])
 
 
 def test_latents_that_stream_are_not_handed_on():
-    first = streaming_blocks_entries()[1]
+    first = own.streaming_blocks_entries()[1]
     second = {key: value for key, value in first.items() if key != "streaming"}
     second |= {"shared_layers": 1, "shared_rank": first["blocks"][0]["rank"]}
     with pytest.raises(ValueError, match="may not count layers with streaming blocks"):
@@ -288,9 +263,9 @@ def test_streams_of_a_share_of_layers():
     entries = [hybrid_entry(1, [1, 0], sinks=1, recent=4), {"kind": "grouped", "kv_heads": 2}]
     ids = tokens(2, 20)
     expected = reference_logits(source, [entries[0], hybrid_entry(2, [0, 1])], [0, 0], ids)
-    agree(through_cache(hybrid_like_grouped(source, entries), ids, [0, 0], [12, *[1] * 8]), expected, 1e-4)
+    own.agree(own.through_cache(hybrid_like_grouped(source, entries), ids, [0, 0], [12, *[1] * 8]), expected, 1e-4)
     config = SurgeryConfig.from_base(source.config, [hybrid_entry(1, [0, 1, 2, 3]), None])
-    assert SurgeryForCausalLM(config)(ids).logits.shape == (2, 20, VOCAB)
+    assert SurgeryForCausalLM(config)(ids).logits.shape == (2, 20, own.VOCAB)
 
 
 def hybrid_like_grouped(source, entries):

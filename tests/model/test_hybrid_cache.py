@@ -2,25 +2,11 @@
 
 from functools import partial
 
+import own_models as own
 import pytest
 import torch
-from own_models import (
-    FULL_ATTENTION,
-    HEAD_DIM,
-    LATENT,
-    LAYERS,
-    hybrid_entry,
-    hybrid_model,
-    lossless_low_rank,
-    lossless_model,
-    lossless_streaming_latent,
-    lossless_window,
-    streaming_blocks_entries,
-    tiny_source,
-    tokens,
-)
+from own_models import hybrid_entry, hybrid_model, tiny_source, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -30,11 +16,9 @@ from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.hybrid_cache import HybridLayer, StreamingLayer
 from surgery.model.left_padding import LeftPadding, set_padding
 from surgery.model.plain_cache import PlainLayer
-from surgery.model.quantized_cache import QuantizedKVLayer
 from surgery.model.sink_window_cache import SinkWindowLayer
 from surgery.model.token_codes import TokenCodes
 
-CPU = torch.device("cpu")
 INT8 = {"format": "int8", "group": 8, "window": 4, "keys": "channel"}
 FORMATS = ("int8", "int4", "int3", "int2", "fp8")
 
@@ -55,18 +39,18 @@ MODELS = {
     "hybrid, int8 and int4": partial(hybrid, kv_cache=INT8 | {"streaming_format": "int4"}),
     "hybrid, int8 and int2": partial(hybrid, kv_cache=INT8 | {"streaming_format": "int2", "group": 4}),
     "full and stock": full_and_stock,
-    "latent": lambda: lossless_streaming_latent(tiny_source("qwen3"), 2, 9),
-    "latent, int4": lambda: lossless_streaming_latent(
+    "latent": lambda: own.lossless_streaming_latent(tiny_source("qwen3"), 2, 9),
+    "latent, int4": lambda: own.lossless_streaming_latent(
         tiny_source("llama"), 2, 9, kv_cache=INT8 | {"format": "int4", "keys": "token"}
     ),
-    "low rank": lambda: lossless_low_rank(tiny_source("llama"), streaming_blocks_entries(2, 9)),
-    "low rank, int8": lambda: lossless_low_rank(
-        tiny_source("llama"), streaming_blocks_entries(2, 9), kv_cache=INT8 | {"keys": "token"}
+    "low rank": lambda: own.lossless_low_rank(tiny_source("llama"), own.streaming_blocks_entries(2, 9)),
+    "low rank, int8": lambda: own.lossless_low_rank(
+        tiny_source("llama"), own.streaming_blocks_entries(2, 9), kv_cache=INT8 | {"keys": "token"}
     ),
     # What `kv_peak_bytes` predicts as well.
-    "window": lambda: lossless_window(tiny_source("llama")),
-    "low rank alone": lambda: lossless_low_rank(tiny_source("llama"), kv_cache=INT8 | {"keys": "token"}),
-    "sliding": lambda: lossless_model(tiny_source("qwen2")),
+    "window": lambda: own.lossless_window(tiny_source("llama")),
+    "low rank alone": lambda: own.lossless_low_rank(tiny_source("llama"), kv_cache=INT8 | {"keys": "token"}),
+    "sliding": lambda: own.lossless_model(tiny_source("qwen2")),
 }
 
 
@@ -91,7 +75,7 @@ def test_live_bytes_are_those_predicted(make, batch, dtype):
         # Of full-precision tokens there are fewer than have memory, until the next group of them is quantized.
         quantized = getattr(model.config, "kv_cache", None)
         exact = quantized["group"] + quantized["window"] if quantized else 0
-        spare = batch * LAYERS * 2 * LATENT * exact * dtype.itemsize
+        spare = batch * own.LAYERS * 2 * own.LATENT * exact * dtype.itemsize
         assert 0 <= sum(values.values()) - cache_bytes(cache) <= spare, "a view keeps more memory alive than it shows"
 
 
@@ -119,7 +103,10 @@ def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int
     for layer in cache.layers:
         for part in layer.parts if isinstance(layer, HybridLayer) else [layer]:
             watch(part)
-    for piece in [*tokens(batch, prompt).split(chunk, dim=1), *tokens(batch, max(1, steps))[:, :steps].split(1, dim=1)]:
+    for piece in [
+        *tokens(batch, prompt).split(chunk, dim=1),
+        *tokens(batch, max(1, steps))[:, :steps].split(1, dim=1),
+    ]:
         if piece.shape[1]:
             model(piece, past_key_values=cache)
     return peak
@@ -140,13 +127,10 @@ def test_the_peak_is_as_predicted(name, batch, prompt, chunk, steps, monkeypatch
 
 def test_pieces_bound_the_peak():
     """A prompt in one chunk costs no more than the window and one piece beyond what stays."""
-    model = hybrid_model(tiny_source("llama"), [hybrid_entry(0, [0, 1], sinks=4, recent=60)] * LAYERS)
+    model = hybrid_model(tiny_source("llama"), [hybrid_entry(0, [0, 1], sinks=4, recent=60)] * own.LAYERS)
     entries, piece = 63, 256
-    token = 2 * 2 * HEAD_DIM * 4
+    token = 2 * 2 * own.HEAD_DIM * 4
     assert model.kv_peak_bytes(1, 5000, 5000, 0) == token * (2 * entries + entries + piece)
-
-
-def test_sizes_of_no_generation_are_refused():
     with pytest.raises(ValueError, match="must be at least 1"):
         hybrid().kv_peak_bytes(1, 0, 1, 1)
 
@@ -176,27 +160,8 @@ def test_the_footprint_is_counted_in_the_masks(name, prompt, chunk, steps):
     for piece in (*tokens(1, prompt).split(chunk, dim=1), *[tokens(1, 1)] * steps):
         cache = model(piece, past_key_values=cache).past_key_values
     total = prompt + steps
-    causal = LAYERS * model.config.num_attention_heads * total * (total + 1) / 2
+    causal = own.LAYERS * model.config.num_attention_heads * total * (total + 1) / 2
     assert model.kv_footprint(prompt, steps) == pytest.approx(sum(SEEN) / causal, abs=1e-12)
-
-
-def test_a_hand_count_of_the_footprint():
-    """Count ten tokens: a head with one sink and two recent ones sees 1 + 2 + 8 · 3 of 55 pairs."""
-    entries = [hybrid_entry(1, [0, 1], sinks=1, recent=2), hybrid_entry(0, [0, 1], 2, sinks=1, recent=2)]
-    model = hybrid_model(tiny_source("llama"), entries)
-    assert model.kv_footprint(7, 3) == pytest.approx((55 + 27 + 2 * (27 + 7)) / (4 * 55))
-
-
-@pytest.mark.parametrize("family", FULL_ATTENTION)
-def test_layers_are_what_the_entries_say(family):
-    model = hybrid_model(tiny_source(family), [hybrid_entry(1, [1, 0]), None])
-    first, second = model(tokens()).past_key_values.layers
-    assert type(first) is HybridLayer and type(first.full) is PlainLayer and type(second) is PlainLayer
-    assert isinstance(second, DynamicLayer) and first.full.keys.shape[1] == first.streaming.keys.shape[1] == 1
-    streaming_only, _ = hybrid_model(tiny_source(family), [hybrid_entry(0, [1, 0]), None]).cache_layers()
-    assert streaming_only.full is None and type(streaming_only.streaming) is StreamingLayer
-    full_only, quantized = full_and_stock(kv_cache=INT8).cache_layers()
-    assert type(full_only.full) is type(quantized) is QuantizedKVLayer and full_only.streaming is None
 
 
 def test_layers_are_built_for_a_new_cache_only(monkeypatch):
@@ -211,12 +176,8 @@ def test_layers_are_built_for_a_new_cache_only(monkeypatch):
 
 def test_a_cache_of_another_form_is_refused():
     model = hybrid()
-    others = [
-        full_and_stock(),
-        hybrid(kv_cache=INT8),
-        hybrid_model(tiny_source("llama"), [hybrid_entry(1, [1, 0])] * 2),
-    ]
-    for other in others:
+    entries = [hybrid_entry(1, [1, 0])] * 2
+    for other in (full_and_stock(), hybrid(kv_cache=INT8), hybrid_model(tiny_source("llama"), entries)):
         with pytest.raises(ValueError, match="cannot continue"):
             model(tokens(), past_key_values=other(tokens()).past_key_values)
     twin = hybrid()
@@ -306,13 +267,6 @@ def test_tokens_come_back_from_their_codes(form, width, group, dtype):
         assert (decoded.float() - numbers.float()).abs().max() <= spread * (steps / 2 + 0.02)
     for one, all_of_them in zip(codes.encode(numbers[:, :, 3:4]), encoded, strict=True):
         assert torch.equal(one, all_of_them[:, :, 3:4]), "codes are a function of their token"
-
-
-def test_bytes_of_a_token():
-    """4 bits, and a scale and a zero point of 16 bits for 32 channels: 5 bits a number."""
-    assert TokenCodes("int4", 32).token_bytes(128, torch.bfloat16) == 128 * 5 / 8
-    assert TokenCodes("fp8", 32).token_bytes(128, torch.bfloat16) == 128 + 4 * 2
-    assert TokenCodes("int3", 32).token_bytes(20, torch.bfloat16) == 9 + 2 * 2
 
 
 @pytest.mark.parametrize("arguments", [("int5", 32), ("int4", 0)])

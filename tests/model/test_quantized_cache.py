@@ -1,16 +1,20 @@
 """Packing, quantization error and the cache of integers itself."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from quantized_caches import quantized_cache
-from transformers import Cache, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+from tiny_models import CONFIGS
+from transformers import AutoModelForCausalLM, Cache
 
 from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.tensor_bytes import plain_tensors
+from surgery.model.left_padding import LeftPadding
 from surgery.model.quantization import BITS, dequantize, pack, quantize, token_groups, unpack
 from surgery.model.quantized_cache import QuantizedKVLayer
+from surgery.model.sink_window_cache import SinkWindowCache
 
 bits_cases = pytest.mark.parametrize("bits", [8, 4, 3, 2])
 integers = pytest.mark.parametrize("form", ["int8", "int4", "int3", "int2"])
@@ -28,10 +32,8 @@ def test_codes_are_packed_tightly_and_come_back(bits, channels):
     packed = pack(codes, bits)
     assert packed.dtype == torch.uint8 and packed.numel() * 8 == codes.numel() * bits
     assert torch.equal(unpack(packed, bits), codes)
-
-
-def test_the_first_token_is_in_the_lowest_bits():
-    assert pack(torch.tensor([[1], [2], [3], [0]], dtype=torch.uint8), 2).item() == 0b00_11_10_01
+    first = pack(torch.tensor([[1], [2], [3], [0]], dtype=torch.uint8), 2).item()
+    assert first == 0b00_11_10_01, "the first token is in the lowest bits"
 
 
 @integers
@@ -70,15 +72,12 @@ def test_equal_values_are_exact(form):
     assert torch.equal(dequantize(*quantize(values, form, -2)), values)
 
 
-def test_a_scale_that_is_rounded_down_gives_no_nan():
+def test_fp8_of_subnormal_scales_and_of_nothing():
     """Scales of tiny float16 numbers are subnormal: their rounding alone takes the greatest number out of the range."""
     values = (4e-5 * torch.linspace(-1, 1, 16)).half().view(1, 1, 16, 1)
     codes, scale, zero = quantize(values, "fp8", -2)
     assert values.abs().max() / scale > 500
     assert (dequantize(codes, scale, zero) - values).abs().max() < values.abs().max()
-
-
-def test_nothing_stays_nothing_in_fp8():
     assert not dequantize(*quantize(torch.zeros(1, 1, 8, 4), "fp8", -2)).any()
 
 
@@ -95,14 +94,6 @@ def test_scales_are_of_key_channels_and_of_value_tokens(form):
     assert torch.equal(new_keys[..., others], plain_keys[..., others])
     others = torch.arange(32) != 5
     assert torch.equal(new_values[..., others, :], plain_values[..., others, :])
-
-
-@formats
-def test_keys_by_token_are_quantized_as_values(form):
-    keys = states(tokens=64, dim=80)
-    result, same = quantized_cache(form, keys="token").update(keys, keys, 0)
-    by_channel, _ = quantized_cache(form).update(keys, keys, 0)
-    assert torch.equal(result, same) and not torch.equal(result, by_channel)
 
 
 @pytest.mark.parametrize(("width", "groups"), [(0, 0), (4, 1), (32, 1), (33, 2), (80, 3), (97, 4)])
@@ -188,20 +179,24 @@ def test_bytes_of_a_long_text_in_bfloat16():
     assert shares == [9 / 16, 8.5 / 16, 5 / 16, 4 / 16, 3 / 16]
 
 
-@formats
-def test_rows_are_repeated_reordered_and_selected(form):
-    keys, values = states(), states(seed=1)
-    cache = quantized_cache(form, 16)
+CACHES = {form: partial(quantized_cache, form, 16) for form in BITS} | {"window": partial(SinkWindowCache, 3, 6, 1)}
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_rows_are_repeated_reordered_and_selected(make):
+    (cache, direct), keys, values = (make(), make()), states(), states(seed=1)
+    if windowed := isinstance(cache, SinkWindowCache):
+        cache.layers[0].padding, direct.layers[0].padding = LeftPadding([0, 5]), LeftPadding([5, 0])
     cache.update(keys, values, 0)
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
     cache.batch_select_indices(torch.tensor([0, 1]))
-    more = states(tokens=30, seed=2)
-    result = cache.update(more, more, 0)
-    direct = quantized_cache(form, 16)
     direct.update(keys[[1, 0]], values[[1, 0]], 0)
-    expected = direct.update(more, more, 0)
-    assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
+    if windowed:
+        assert cache.layers[0].padding.tolist() == [5, 0]
+        assert torch.equal(*(each.layers[0].visible(2, torch.device("cpu")) for each in (cache, direct)))
+    more = states(tokens=30, seed=2)
+    assert all(map(torch.equal, cache.update(more, more, 0), direct.update(more, more, 0)))
 
 
 @pytest.mark.parametrize("form", ["int4", "fp8"])
@@ -230,28 +225,13 @@ def test_impossible_settings_are_refused(arguments):
 
 def test_the_latent_of_stock_deepseek_v3_is_quantized():
     torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=24,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        first_k_dense_replace=2,
-    )
-    model = DeepseekV3ForCausalLM(config).eval()
-    tokens = torch.randint(97, (2, 70))
-    with torch.no_grad():
-        exact = model(tokens, past_key_values=DynamicCache(config=config)).logits
-        output = model(tokens, past_key_values=quantized_cache("int8"))
-    size = dict(batch=2, heads=1, key_dim=24, value_dim=4, dtype=torch.float32)
+    config = CONFIGS["deepseek_v3"]()
+    model, tokens = AutoModelForCausalLM.from_config(config).eval(), torch.randint(3, 4096, (2, 70))
+    exact, output = model(tokens).logits, model(tokens, past_key_values=quantized_cache("int8"))
+    latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    size = dict(batch=2, heads=1, key_dim=latent, value_dim=rope, dtype=torch.float32)
     predicted = QuantizedKVLayer("int8").predicted_bytes(70, **size)
-    assert cache_bytes(output.past_key_values) == 2 * predicted
+    assert cache_bytes(output.past_key_values) == config.num_hidden_layers * predicted
     difference = (output.logits - exact).norm() / exact.norm()
     assert 0 < difference < 0.02
 

@@ -21,38 +21,20 @@ FOLDER = Path(surgery.model.__file__).parent
 MOST_LINES = 2000
 """Most lines in the code of an MLA checkpoint, which its readers have to trust."""
 NOT_CARRIED = {"__init__", "auto_config", "auto_classes", "remote_code", "configuration_decilm"}
-ENTRY_OF = {
-    "latent": "modeling_surgery_latent",
-    "latent_key_norm": "modeling_surgery_latent",
-    "grouped": "modeling_surgery_grouped",
-    "low_rank": "modeling_surgery_low_rank",
-    "streaming_blocks": "modeling_surgery_low_rank",
-    "window": "modeling_surgery_low_rank",
-    "hybrid": "modeling_surgery_hybrid",
-    "cross_layer_static": "modeling_surgery_cross_layer",
-    "quantized_plain": "modeling_surgery_quantized",
-    "quantized_latent": "modeling_surgery_quantized",
-    "streaming_latent": "modeling_surgery_mixed",
-    "quantized_hybrid": "modeling_surgery_mixed",
-    "mixed": "modeling_surgery_mixed",
-    "rows_latent": "modeling_surgery_quantized_latent",
-    "rows_latent_key_norm": "modeling_surgery_quantized_latent",
-    "rows_heads": "modeling_surgery_quantized_low_rank",
-    "rows_shared": "modeling_surgery_quantized_low_rank",
-    IMAGES: "modeling_surgery_pictures",
+MODELS_OF = {
+    "latent": ("latent", "latent_key_norm"),
+    "grouped": ("grouped",),
+    "low_rank": ("low_rank", "streaming_blocks", "window"),
+    "hybrid": ("hybrid",),
+    "cross_layer": ("cross_layer_static",),
+    "quantized": ("quantized_plain", "quantized_latent"),
+    "mixed": ("mixed", "streaming_latent", "quantized_hybrid"),
+    "quantized_latent": ("rows_latent", "rows_latent_key_norm"),
+    "quantized_low_rank": ("rows_shared", "rows_heads"),
+    "pictures": (IMAGES,),
 }
-QUICK = (
-    "latent",
-    "grouped",
-    "low_rank",
-    "hybrid",
-    "cross_layer_static",
-    "quantized_plain",
-    "rows_latent",
-    "rows_shared",
-    "mixed",
-    IMAGES,
-)
+ENTRY_OF = {name: f"modeling_surgery_{entry}" for entry, names in MODELS_OF.items() for name in names}
+QUICK = tuple(names[0] for names in MODELS_OF.values())
 """One model of each entry module."""
 
 
@@ -98,16 +80,13 @@ def test_the_last_entry_module_has_all_parts():
     assert carried == {path.stem for path in FOLDER.glob("*.py")} - NOT_CARRIED - set(ENTRIES[:-1])
 
 
-def test_a_subclass_stays_itself():
+def test_code_that_is_not_there_is_named_and_a_subclass_stays_itself():
     class Subclass(SurgeryForCausalLM):
         pass
 
     config = WRITTEN["latent"]().config
     assert type(Subclass(config)) is Subclass
     assert type(SurgeryForCausalLM(config)).__module__ == "surgery.model.modeling_surgery_latent"
-
-
-def test_code_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"sparse_attention\.py, which config\.json requires"):
         part("sparse_attention")
 

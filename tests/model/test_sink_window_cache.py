@@ -42,38 +42,6 @@ def test_a_query_sees_exactly_the_tokens_of_the_definition(sinks, recent, sizes)
         assert layer.keys.shape[2] == min(last, recent - 1)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_bytes_are_those_predicted(batch):
-    cache = SinkWindowCache(4, 16, layers=2)
-
-    for first, last in chunks([3, 9, 1, 1, 30, 1]):
-        for layer in range(2):
-            new = torch.zeros(batch, 2, last - first, 8, dtype=torch.bfloat16), torch.zeros(batch, 2, last - first, 6)
-            cache.update(new[0], new[1].bfloat16(), layer)
-        predicted = batch * 2 * min(last, 4 + 16 - 1) * (8 + 6) * 2
-        assert cache_bytes(cache) == 2 * predicted
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values, layer.sink_keys, layer.sink_values)]
-    values = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    assert values == 2 * predicted == 2 * batch * 2 * 19 * 14 * 2
-
-
-def test_rows_are_repeated_reordered_and_selected():
-    keys = torch.randn(2, 2, 20, 4)
-    cache = SinkWindowCache(3, 6, layers=1)
-    cache.layers[0].padding = LeftPadding([0, 5])
-    cache.update(keys, keys, 0)
-    cache.batch_repeat_interleave(2)
-    cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
-    cache.batch_select_indices(torch.tensor([0, 1]))
-    direct = SinkWindowCache(3, 6, layers=1)
-    direct.layers[0].padding = LeftPadding([5, 0])
-    direct.update(keys[[1, 0]], keys[[1, 0]], 0)
-    assert cache.layers[0].padding.tolist() == [5, 0]
-    assert torch.equal(cache.layers[0].visible(2, CPU), direct.layers[0].visible(2, CPU))
-    more = torch.randn(2, 2, 2, 4)
-    assert torch.equal(cache.update(more, more, 0)[0], direct.update(more, more, 0)[0])
-
-
 def test_reset_crop_and_a_mask_of_transformers():
     cache = SinkWindowCache(3, 6, layers=1)
     keys = torch.randn(2, 2, 20, 4)

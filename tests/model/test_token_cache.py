@@ -1,7 +1,5 @@
 """A cache of packed rows gives what one pass gives, however it was filled, cropped and padded."""
 
-import copy
-
 import pytest
 import torch
 from own_models import tokens
@@ -71,14 +69,6 @@ def test_assisted_decoding_and_beams_give_the_tokens_of_plain_decoding(model):
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **settings), plain)
     beams = model.generate(ids.expand(2, -1), num_beams=2, **settings | {"attention_mask": None})
     assert torch.equal(beams[0], beams[1])
-
-
-def test_a_copy_goes_on_by_itself(model):
-    ids = tokens()
-    cache = logits(model, ids[:, :8]).past_key_values
-    copied = copy.deepcopy(cache)
-    first = logits(model, ids[:, 8:], cache).logits
-    agree(logits(model, ids[:, 8:], copied).logits, first)
 
 
 def test_memory_that_is_reserved_stays_where_it_is(model):

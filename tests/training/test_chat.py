@@ -49,14 +49,11 @@ def write_lines(path, records):
     return path
 
 
-def test_conversations_are_rendered_by_the_template():
+def test_conversations_and_tools_are_rendered_by_the_template():
     tokenizer = tokenizer_with(MARKED)
     tokens = ChatEncoder(tokenizer)({"messages": TURNS}, "here")
     assert tokens == tokenizer.apply_chat_template(TURNS, tokenize=True, return_dict=True)["input_ids"]
     assert ChatEncoder(tokenizer)({"messages": []}, "here") == []
-
-
-def test_tools_reach_the_template():
     encode = ChatEncoder(tokenizer_with("{% for t in tools %}{{ t.name }}{% endfor %}"))
     tokens = encode({"messages": TURNS, "tools": [{"name": "calculator"}]}, "here")
     assert demo_tokenizer().decode(tokens) == "calculator"
@@ -68,12 +65,9 @@ def test_what_is_no_conversation_is_named(record):
         ChatEncoder(tokenizer_with(PLAIN))(record, "line 4")
 
 
-def test_what_the_template_refuses_is_named():
+def test_templates_that_refuse_or_are_missing():
     with pytest.raises(SurgeryError, match=r"line 4: the chat template .* rejects the conversation: no such role"):
         ChatEncoder(tokenizer_with(PLAIN))({"messages": [{"role": "refused", "content": "x"}]}, "line 4")
-
-
-def test_a_tokenizer_without_a_template():
     with pytest.raises(SurgeryError, match="no chat template"):
         ChatEncoder(tokenizer_with(None))
 

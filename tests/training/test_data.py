@@ -6,7 +6,7 @@ import torch
 from own_models import KINDS, tiny_source
 from tiny_models import DEMO
 from training_data import opened_data
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 from written_models import WRITTEN
 
 from surgery.common.errors import SurgeryError
@@ -57,20 +57,6 @@ def test_rows_of_one_length_are_stacked():
         collate([])
 
 
-def test_a_packed_row_gives_the_logits_of_its_documents_alone():
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.3, **shape)).eval()
-    assert model.config._attn_implementation == "sdpa"
-    tokens = torch.randint(64, (1, 12), generator=torch.Generator().manual_seed(1))
-    batch = batch_of([[0] * 5 + [1] + [2] * 6])
-    with torch.no_grad():
-        packed = model(tokens, position_ids=batch.position_ids, use_cache=False).logits
-        for start, end in ((0, 5), (5, 6), (6, 12)):
-            torch.testing.assert_close(packed[:, start:end], model(tokens[:, start:end]).logits, atol=1e-5, rtol=1e-5)
-        assert (packed[:, 5:] - model(tokens).logits[:, 5:]).abs().amax() > 0.1
-
-
 @torch.no_grad()
 def source(family):
     return tiny_source(family)
@@ -92,13 +78,6 @@ def test_stock_models_honor_document_masks(family):
     assert honours_document_masks(model, 24)
     assert model.training
     assert honours_document_masks(model.to(torch.bfloat16))
-
-
-def test_a_model_that_mixes_documents_does_not():
-    model = source("llama")
-    body = model.model.forward
-    model.model.forward = lambda position_ids=None, **call: body(**call)
-    assert not honours_document_masks(model)
 
 
 def test_one_token_that_sees_another_document_is_enough():

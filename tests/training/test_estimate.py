@@ -151,9 +151,6 @@ def test_operations_are_two_a_parameter_and_pass():
     assert result.total_flops == result.tokens * (6 + 2) * passed  # the student's and the teacher's
     assert llama(train="attention").total_flops < llama(train="all").total_flops
     assert llama(max_tokens=None, max_seconds=60).total_flops is None
-
-
-def test_no_device_is_guessed():
     with pytest.raises(SurgeryError, match="dtype auto depends on the device"):
         llama(dtype="auto")
 
@@ -161,19 +158,8 @@ def test_no_device_is_guessed():
 def test_a_dry_run_only_tells(checkpoints, tmp_path, monkeypatch, capsys):
     source, out = checkpoints("llama"), tmp_path / "out"
     (tmp_path / "fsdp2.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\n")
-    arguments = [
-        "heal",
-        source,
-        "--teacher",
-        source,
-        "--out",
-        out,
-        "--dry-run",
-        "--device",
-        "cpu",
-        "--max-tokens",
-        "99999",
-    ]
+    arguments = ["heal", source, "--teacher", source, "--out", out]
+    arguments += ["--dry-run", "--device", "cpu", "--max-tokens", "99999"]
     code, output, error = run_main(monkeypatch, capsys, *arguments)
     assert code == 0, error
     assert "time: about " in output and "Adam's moments" in output

@@ -151,10 +151,6 @@ def test_random_numbers_stay(monkeypatch):
     assert draw() == expected
 
 
-def test_numbers_are_those_that_a_tracker_takes():
-    assert scalars({"loss": {"loss": 2.0}, "recall": {"accuracy": 0.5}}) == {"loss/loss": 2.0, "recall/accuracy": 0.5}
-
-
 def test_refusals(settings):
     with pytest.raises(SurgeryError, match="did you mean recall"):
         HealSettings(**settings(evaluate_tasks=["recal"]))
@@ -166,8 +162,9 @@ def test_refusals(settings):
         heal_here(settings(length=32))  # no room for planted facts
 
 
-def test_own_texts(measured):
+def test_own_texts_and_the_numbers_that_a_tracker_takes(measured):
     assert measured[1]["evaluation_settings"]["loss"]["sources"] == ["text.txt"]
+    assert scalars({"loss": {"loss": 2.0}, "recall": {"accuracy": 0.5}}) == {"loss/loss": 2.0, "recall/accuracy": 0.5}
 
 
 @pytest.mark.slow

@@ -24,12 +24,8 @@ def sharded_process(file: str) -> int:
 
     def accelerator(settings):
         result = make(settings)
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            state_dict_type="SHARDED_STATE_DICT",
-            cpu_ram_efficient_loading=False,
-        )
+        how = {"auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "SHARDED_STATE_DICT"}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **how)
         result.state.distributed_type, result.state.fsdp_plugin = DistributedType.FSDP, plugin
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # every new state starts from this one
         return result

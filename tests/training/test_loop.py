@@ -11,12 +11,13 @@ import torch
 from healing import heal_here, heal_settings, log_of, losses_of, settings_file, stopped_after
 from own_models import lossless_low_rank, lossless_model, tiny_source
 from safetensors.torch import load_file
-from tiny_models import add_tokenizer, make_checkpoint
+from tiny_models import HELD_OUT, add_tokenizer, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import STARTED_BY
+from surgery.structures.mla.settings import ConvertSettings
 from surgery.training import guards, loop
 from surgery.training.distillation import Distillation
 from surgery.training.guards import Interrupted, SpikeGuard, knobs, memory_errors
@@ -86,8 +87,11 @@ def test_a_healing_carries_no_stray_files(settings, student, tmp_path):
         (copy / stray).write_text("{}")
     (copy / "id_rsa").symlink_to("/etc/hostname")
     (copy / "chat_template.jinja").write_text("{{ messages }}")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "modeling_x.Config"}}))
     values = settings(max_steps=1) | {"student": str(copy)}
     facts = heal_here(values)
+    assert "auto_map" not in json.loads((Path(values["out"]) / "config.json").read_text())
     there = {path.name for path in Path(values["out"]).iterdir()}
     assert there - {path.name for path in student.iterdir()} == {"heal.json", "heal.jsonl", "chat_template.jinja"}
     left_out = ["id_rsa", "modeling_x.py", "notes.txt", "optimizer.pt", "trainer_state.json"]
@@ -339,3 +343,20 @@ def test_the_layer_wise_stage_trains_each_attention_on_its_teachers_inputs(setti
 def test_the_layer_wise_stage_stands_alone(settings, inputs, reason):
     with pytest.raises(SurgeryError, match=reason):
         HealSettings(**settings(**inputs)).weights()
+
+
+TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 512, "calibration_length": 64, "held_out": 1, "recall": 0.0}
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e-5])
+def test_the_state_of_least_divergence_is_written(rate, conversions, checkpoints, tmp_path):
+    """A model that reads values in bits is never written worse than it was."""
+    student = conversions("llama", ConvertSettings(**TEXT, bits="auto", kv_ratio=0.1, batch_size=4)).path
+    values = heal_settings(tmp_path, student, checkpoints("llama"), max_steps=3, eval_every=1, learning_rate=rate)
+    held_out = heal_here(values)["held_out"]
+    measured = {line["step"]: line["kl"] for line in log_of(values, "held_out")}
+    assert set(measured) == {0, 1, 2, 3} and held_out["written"] == "best"
+    assert held_out["best_step"] == min(measured, key=measured.get) and held_out["best_kl"] == min(measured.values())
+    before, after = (load_file(folder / "model.safetensors") for folder in (student, tmp_path / "healed"))
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    assert same == (held_out["best_step"] == 0) and (same or rate < 1)

@@ -71,14 +71,11 @@ def test_documents_that_the_host_knows_make_the_same_states(models, custom_class
     assert torch.equal(queries, reference)
 
 
-def test_a_batch_knows_where_its_documents_are():
+def test_a_batch_knows_where_its_documents_are_and_where_it_predicts():
     documents = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 2]])
     data = replace(packed_batch(), documents=documents, spans=None)
     assert data.spans == ((slice(0, 4),), (slice(0, 1), slice(1, 3), slice(3, 4))) and data.packed
     assert not replace(data, documents=documents[:1], spans=None).packed
-
-
-def test_a_batch_knows_where_it_predicts():
     data = packed_batch()
     entries = (data.labels[:, 1:] != IGNORED).flatten()
     assert data.predicted == int(entries.sum()) and data.packed

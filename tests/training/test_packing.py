@@ -43,13 +43,10 @@ def test_a_token_file_gives_back_what_was_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
 
-def test_a_token_file_of_another_identity_is_not_read(tmp_path):
+def test_a_token_file_is_that_of_its_identity_and_documents(tmp_path):
     token_file(tmp_path, documents(3))
     assert TokenFile.read(tmp_path / "tokens", {"of": "another"}) is None
     assert TokenFile.read(tmp_path / "none", {"of": "test"}) is None
-
-
-def test_equal_documents_have_equal_hashes_and_others_have_not(tmp_path):
     one = token_file(tmp_path / "a", [[1, 2], [3]]).sha256
     assert token_file(tmp_path / "b", [[1, 2], [3]]).sha256 == one
     assert token_file(tmp_path / "c", [[1], [2, 3]]).sha256 != one
@@ -82,7 +79,7 @@ def test_reading_stops_at_the_limit(tmp_path):
     assert 100 <= total < 100 + 41 and len(file) < 50
 
 
-def test_an_epoch_holds_every_token_once_but_for_the_last_row_s_rest(tmp_path):
+def test_an_epoch_holds_every_token_once_but_for_the_last_row_s_rest_in_orders_of_its_own(tmp_path):
     texts = documents(30)
     packed = PackedSequences(token_file(tmp_path, texts), text_shape(), "test")
     rows = [packed.sequence(number).tokens.tolist() for number in range(packed.rows)]
@@ -90,10 +87,6 @@ def test_an_epoch_holds_every_token_once_but_for_the_last_row_s_rest(tmp_path):
     records = sorted(token for row in rows for token in row[1:] if token != EOS)
     every = sorted(token for text in texts for token in text if token != EOS)
     assert len(records) == len(set(records)) and set(records) <= set(every) and len(every) - len(records) < 15
-
-
-def test_epochs_are_permutations_of_each_other_in_other_orders(tmp_path):
-    packed = PackedSequences(token_file(tmp_path, documents(30)), text_shape(), "test")
     epochs = [
         [tuple(packed.sequence(number).tokens.tolist()) for number in range(e * packed.rows, (e + 1) * packed.rows)]
         for e in range(2)
@@ -199,14 +192,11 @@ def test_impossible_requests():
         Recalls(Letters(), 1.5, 0)
 
 
-def test_orders_are_the_same_on_every_machine():
+def test_orders_are_the_same_on_every_machine_and_mixtures_keep_their_shares():
     assert shuffled(8, 1, 2).tolist() == [1, 3, 7, 2, 6, 4, 5, 0]
     assert _mixed(np.zeros(1, dtype=np.uint64))[0] == 0xE220A8397B1DCDAF  # SplitMix64's first number after seed 0
     assert sorted(shuffled(1000, 5)) == list(range(1000))
     assert not np.array_equal(shuffled(50, 0, 1), shuffled(50, 1, 0))
-
-
-def test_a_mixture_keeps_its_shares_and_spreads_them():
     order = interleaving([3, 1])
     assert order.tolist() == [0, 0, 1, 0]
     thirds = interleaving([1, 1, 1])

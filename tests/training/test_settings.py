@@ -57,10 +57,6 @@ def test_refuses_what_is_incomplete_or_impossible_before_it_starts():
         check_tracker(HealSettings(tracker="wandbb"))
 
 
-def test_numbers_that_yaml_reads_as_text():
-    assert HealSettings(learning_rate="1e-4").learning_rate == 1e-4
-
-
 def test_the_objective_is_what_was_named_and_nothing_else():
     assert {each.name for each in fields(ObjectiveWeights)} == {*LOSSES}
     assert HealSettings(teacher="t").weights().parts() == ["kl"]
@@ -96,20 +92,18 @@ def test_a_small_budget_has_small_steps(values, processes, expected):
     assert settings.global_batch(processes) == HealSettings(**values).global_batch(processes)
 
 
-def test_patterns_name_whole_parts():
+def test_patterns_name_whole_parts_and_yaml_numbers_may_be_text():
     assert named("kv_down.weight", "model.layers.0.self_attn.kv_down.weight")
     assert named("*.self_attn.*", "model.layers.0.self_attn.kv_down.weight")
     assert not named("down.weight", "model.layers.0.self_attn.kv_down.weight")
+    assert HealSettings(learning_rate="1e-4").learning_rate == 1e-4
 
 
-def test_the_nearest_limit_decides():
+def test_the_nearest_limit_decides_the_learning_rate():
     budget = Budget(steps=100, tokens=1000, seconds=10)
     assert budget.used(10, 100, 5) == 0.5
     assert budget.used(90, 100, 5) == 0.9
     assert Budget(tokens=10).used(99, 5, 99) == 0.5
-
-
-def test_learning_rates():
     assert [learning_rate("cosine", used, warmup=0.2) for used in (0, 0.1, 0.2, 0.6)] == [0, 0.5, 1, pytest.approx(0.5)]
     assert learning_rate("cosine", 1.0, warmup=0.2) == pytest.approx(0)
     assert learning_rate("linear", 0.75) == 0.25

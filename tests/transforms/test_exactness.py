@@ -60,36 +60,9 @@ def test_simulation_equals_the_kernel_reference(case):
     basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]
     form = latent_form(anatomy, basis, torch.tensor([0, 3]))
     latent, rope_key = form.compress(x)
-    mixture, _ = ragged_latent_attention(
-        form.queries(x),
-        latent,
-        rope_key,
-        anatomy.scale,
-        key_gain=anatomy.project_key_gain(x),
-        window=anatomy.window,
-    )
+    options = {"key_gain": anatomy.project_key_gain(x), "window": anatomy.window}
+    mixture, _ = ragged_latent_attention(form.queries(x), latent, rope_key, anatomy.scale, **options)
     torch.testing.assert_close(torch.einsum("bthr,her->bthe", mixture, form.value_up), form.attend(x))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_complex_maps_over_heads_commute_with_rope(seed):
-    """Components of rotated keys are the rotated components, and scores survive at every lag."""
-    groups, dim = 3, 12
-    basis = energy_basis(random_moment(groups, dim, seed), random_moment(groups, dim, seed + 100))
-    generator = torch.Generator().manual_seed(seed)
-    k = torch.complex(*torch.randn(2, groups, dim // 2, generator=generator, dtype=torch.float64))
-    q = torch.complex(*torch.randn(2, groups, dim // 2, generator=generator, dtype=torch.float64))
-    phase = torch.polar(
-        torch.ones(dim // 2, dtype=torch.float64), torch.rand(dim // 2, generator=generator).double() * 100
-    )
-
-    def components(coefficients, z):
-        return torch.einsum("pgl,gl->p", coefficients, z)
-
-    rotated = components(basis.key, k * phase)
-    torch.testing.assert_close(rotated, components(basis.key, k) * phase[basis.frequency])
-    want = (q.conj() * k * phase).real.sum()
-    torch.testing.assert_close((components(basis.query, q).conj() * rotated).real.sum(), want)
 
 
 def test_latent_rows_compute_the_latent(checkpoints):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from random_layers import latent_mask, random, random_attention
 
-from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import HeadNorm
 from surgery.families.attention import CapturedAttention
 from surgery.model.low_rank_entry import Block
@@ -24,7 +23,7 @@ HEADS = (Block(0, (0,), ()), Block(0, (1,), ()), Block(0, (), (0,)), Block(0, ()
 
 
 @pytest.fixture(scope="module", params=["plain", "biased", "normed"])
-def layer(request):
+def layer(request, weighted_statistics):
     """Anatomy, inputs with a mean [3, 40, 24], and statistics of all tokens but the first."""
     biased = request.param == "biased"
     norm = HeadNorm(random(6, seed=9).abs() + 0.5, 1e-6) if request.param == "normed" else None
@@ -33,23 +32,7 @@ def layer(request):
     inputs[:, 0] *= 5  # a first token unlike any other
     projection = anatomy.project(inputs)
     flat = torch.cat([part.flatten(2) for part in (projection.k, projection.v)], -1)[:, FIRST:].flatten(0, 1)
-    weights = torch.rand(len(flat), generator=torch.Generator().manual_seed(1)).add(0.5)
-    weights /= weights.mean()
-    moment, root = (flat * weights[:, None]).T @ flat / len(flat), random(24, 24, seed=2)
-    metric = root @ root.T + torch.eye(24, dtype=torch.float64)
-    statistics = LayerStatistics(
-        moment=moment,
-        gradient=None,
-        query_norm=torch.zeros(0),
-        key_norm=torch.zeros(0),
-        tokens=len(flat),
-        weighted_moment=moment,
-        weighted_mean=(flat * weights[:, None]).mean(0),
-        token_weight=weights.float(),
-        weighted_gradient=metric,
-        weighted_raw_gradient=metric if norm else None,
-    )
-    return anatomy, inputs, statistics
+    return anatomy, inputs, weighted_statistics(flat, normed=norm is not None)
 
 
 def converted(layer, *rows, shared=None, blocks=JOINT):
@@ -71,8 +54,10 @@ def exact(values):
     return values
 
 
-def test_all_latents_in_full_precision_are_the_source(layer):
+def test_all_latents_in_full_precision_are_the_source_and_more_bits_lose_less(layer):
     assert output_error(layer, converted(layer, EIGHT), read=exact) < 1e-9
+    eight, four = (output_error(layer, converted(layer, runs)) for runs in (EIGHT, FOUR))
+    assert eight < 0.03 and eight < four < 0.3
 
 
 def test_heads_with_latents_of_their_own_are_the_source(layer):
@@ -81,11 +66,6 @@ def test_heads_with_latents_of_their_own_are_the_source(layer):
     mask = latent_mask(result.layer)
     assert not torch.cat([result.layer.key_up, result.layer.value_up])[~mask[:, None].expand(-1, 6, -1)].any()
     assert [len(energies) for energies in result.spectrum.energies] == [6] * 4
-
-
-def test_more_bits_lose_less(layer):
-    eight, four = (output_error(layer, converted(layer, runs)) for runs in (EIGHT, FOUR))
-    assert eight < 0.03 and eight < four < 0.3
 
 
 def test_what_no_latent_tells_has_its_mean(layer):

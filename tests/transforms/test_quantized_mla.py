@@ -6,7 +6,6 @@ import pytest
 import torch
 from random_layers import random_attention
 
-from surgery.calibration.statistics import LayerStatistics
 from surgery.families.attention import CapturedAttention
 from surgery.model.token_format import TokenFormat
 from surgery.transforms import quantized_mla
@@ -18,27 +17,11 @@ RUNS = (("8", 6), ("4+4", 2)), (("4+4", 2), ("8", 8))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "biased"])
-def layer(request):
+def layer(request, weighted_statistics):
     anatomy = random_attention(4, 2, 24, 6, biased=request.param)
     inputs = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = torch.cat([part.flatten(2) for part in (anatomy.project(inputs).k, anatomy.project(inputs).v)], -1)[:, 2:]
-    flat = rows.flatten(0, 1)
-    weights = torch.rand(len(flat), generator=torch.Generator().manual_seed(1)).add(0.5)
-    weights /= weights.mean()
-    moment = (flat * weights[:, None]).T @ flat / len(flat)
-    root = torch.randn(24, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    statistics = LayerStatistics(
-        moment=moment,
-        gradient=None,
-        query_norm=torch.zeros(0),
-        key_norm=torch.zeros(0),
-        tokens=len(flat),
-        weighted_moment=moment,
-        weighted_mean=(flat * weights[:, None]).mean(0),
-        token_weight=weights.float(),
-        weighted_gradient=root @ root.T + torch.eye(24, dtype=torch.float64),
-    )
-    return anatomy, inputs, statistics
+    return anatomy, inputs, weighted_statistics(rows.flatten(0, 1))
 
 
 def converted(layer, runs):
