@@ -68,6 +68,13 @@ class Span:
         return key_offset > query_offset[..., None]
 
     @once
+    def visible(self, first: int, tile: int) -> Tensor:
+        """Return the mask [B, 1, tile, longest] of the keys that a tile of queries sees, from new token `first` on."""
+        positions = torch.arange(first - self.new, first - self.new + tile, device=self.pages.device)
+        queries = self.seq_lens[:, None] + positions
+        return (torch.arange(self.longest, device=self.pages.device) <= queries[..., None])[:, None]
+
+    @once
     def table(self) -> tuple[Tensor, Tensor]:
         """Return block table [B, n] and lengths [B] as the kernels take them, int32."""
         return self.pages.to(torch.int32), self.seq_lens.to(torch.int32)

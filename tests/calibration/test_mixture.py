@@ -8,7 +8,7 @@ from chat_process import one_chat_process
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.calibration import installed, mixture
-from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_conversations, sample_replies
+from surgery.calibration.conversations import HELD_OUT_PROMPTS, PROMPTS, sample_conversations
 from surgery.calibration.installed import installed_code, installed_docstrings, installed_prose
 from surgery.calibration.mixture import DEFAULT, build_mixture, shares_of, without_chat
 from surgery.calibration.prose import builtin_prose, paragraphs
