@@ -170,21 +170,24 @@ class QuantizedLatentAttention(LatentAttention):
                 query, lambda latent_query: attend_latents(latent_query.to(vectors.dtype), vectors, span)
             )
         up, rank, width = self.query_up, self.latent.kv_lora_rank, self.query_up.shape[-1]
-        vectors, group_size = vectors[:, : span.longest], self.heads // self.order.heads
-        key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up[::group_size].to(vectors.dtype))
-        value = torch.einsum("bsr,kvr->bksv", vectors[..., :rank], self.value_up[::group_size].to(vectors.dtype))
+        vectors, group_size = vectors[:, : span.longest].to(up.dtype), self.heads // self.order.heads
+        key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up[::group_size]).contiguous()
+        value = torch.einsum("bsr,kvr->bksv", vectors[..., :rank], self.value_up[::group_size])
         if self.gains is not None:
             gains = vectors[..., width:][..., self.gains].mT.unsqueeze(-1)
             key = key * gains.repeat_interleave(key.shape[1] // gains.shape[1], dim=1)
-        return causal(query, key, value, span, self.head_dim**-0.5)
+        return causal(query.to(up.dtype), key, value, span, self.head_dim**-0.5)
 
     def _in_latents(self, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """Run `attend`, which maps [T, H, r + ρ] to [T, H, r] in latent space, for rotated queries [T, H, d]."""
         if self.order is None:
             return attend(query)
-        up = self.query_up
-        out = attend(torch.einsum("thd,hdk->thk", query.to(up.dtype), up))
-        return torch.einsum("thr,hvr->thv", out.to(up.dtype), self.value_up)
+        sharing = self.heads // self.order.heads  # query heads of a KV head have the same up-projections
+        query_up, value_up = self.query_up[::sharing], self.value_up[::sharing]
+        query = query.to(query_up.dtype).unflatten(1, (-1, sharing))
+        out = attend(torch.einsum("tgqd,gdk->tgqk", query, query_up).flatten(1, 2))
+        out = out.to(value_up.dtype).unflatten(1, (-1, sharing))
+        return torch.einsum("tgqr,gvr->tgqv", out, value_up).flatten(1, 2)
 
     def _cache(self, config: Any, attend: Attend, **settings: Any) -> LatentRows:
         self.quantizer, self.kv_heads = RowQuantizer(self.latent.format), config.num_key_value_heads

@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from surgery_vllm.spans import Span
 
-# Most scores at a time, of all heads, so that they stay in the CPU's cache.
-SCORES = 2**20
+# Most bytes of scores at a time, of all heads, so that they stay in the CPU's cache.
+SCORES = 2**23
 # The number of keys of a tile is rounded up to a multiple, for few shapes of products, which libraries set up once.
 KEY_STEP = 64
 # Queries per tile over sinks and a window; each tile gathers the pages that its queries see.
@@ -125,7 +125,7 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float
         return fused(query, keys, values, span, scale)
     query = by_key(query * scale, keys.shape[:2])
     batch, groups, new, heads, _ = query.shape
-    tile = min(max(SCORES // (batch * groups * heads * span.longest), 1), new)
+    tile = min(max(SCORES // (batch * groups * heads * span.longest * query.itemsize), 1), new)
     hidden = span.hidden(keys.shape[2], tile)
     out = []
     for first in range(0, new, tile):
