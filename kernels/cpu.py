@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -82,13 +83,18 @@ def _build(name: str, sources: list[Path], flags: list[str], library: Path) -> N
 
     logger.info("compiling kernels for this CPU, once; this takes about 20 seconds")
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{name}_") as folder:
-        cpp_extension.load(
-            name,
-            list(map(str, sources)),
-            extra_cflags=flags,
-            extra_ldflags=["-fopenmp"],
-            build_directory=folder,
-            is_python_module=False,
-        )
-        os.replace(Path(folder) / library.name, library)
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), path))  # ninja, if not activated
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{name}_") as folder:
+            cpp_extension.load(
+                name,
+                list(map(str, sources)),
+                extra_cflags=flags,
+                extra_ldflags=["-fopenmp"],
+                build_directory=folder,
+                is_python_module=False,
+            )
+            os.replace(Path(folder) / library.name, library)
+    finally:
+        os.environ["PATH"] = path

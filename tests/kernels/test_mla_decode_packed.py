@@ -1,7 +1,10 @@
 """Latent attention over packed rows: the kernel against its reference, that against the cache that it serves."""
 
+import os
 import shutil
+import sys
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,15 +121,17 @@ def test_cpu_kernels_compile():
 
 
 def test_no_compiler_is_a_reason(tmp_path, monkeypatch):
-    """Nothing stays behind that a later attempt would take for the library."""
+    """Nothing stays behind that a later attempt would take for the library; ninja is found beside the interpreter."""
+    before = os.environ["PATH"]
 
     def fail(*arguments, **settings):
+        assert os.environ["PATH"].startswith(str(Path(sys.executable).parent))
         raise RuntimeError("Ninja is required\nmore lines")
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr("torch.utils.cpp_extension.load", fail)
     assert cpu.load.__wrapped__().endswith("Ninja is required")
-    assert list((tmp_path / "extensions").iterdir()) == []
+    assert list((tmp_path / "extensions").iterdir()) == [] and os.environ["PATH"] == before
 
 
 @pytest.mark.parametrize(
