@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2, asset, model_named
 from surgery.common.errors import SurgeryError
@@ -23,32 +22,23 @@ NEW_TOKENS = 48
 
 @dataclass(frozen=True)
 class DemoModel:
-    """Model of the demo, with settings that take minutes on two cores.
+    """Model of the demo.
 
     Attributes:
         question: user message in the model's chat template; None prompts for the key of the first recall prompt.
-        settings: settings of the conversion, where the defaults would take too long.
         windows, prompts: numbers of held-out windows for the loss, and of recall prompts, each of ``length`` tokens.
     """
 
-    kv_ratio: float
     question: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
     windows: int = 8
     prompts: int = 16
     length: int = 1024
 
 
+KV_RATIO = 0.25
 DEMO_MODELS = {
-    BUILTIN: DemoModel(kv_ratio=0.25, settings={"held_out": 2}),
-    # A model 25 times larger, converted from a twelfth of the text.
-    SMOLLM2: DemoModel(
-        kv_ratio=0.25,
-        question="What is a cache, and what is it good for?",
-        settings={"calibration_tokens": 2048, "calibration_length": 512, "held_out": 2},
-        windows=4,
-        prompts=4,
-    ),
+    BUILTIN: DemoModel(),
+    SMOLLM2: DemoModel("What is a cache, and what is it good for?"),
 }
 
 
@@ -106,13 +96,13 @@ def run_demo(
     if model not in DEMO_MODELS:
         raise SurgeryError(f"--model {model}: choose {' or '.join(DEMO_MODELS)}")
     demo_model = DEMO_MODELS[model]
-    kv_ratio = kv_ratio or demo_model.kv_ratio
+    kv_ratio = kv_ratio or KV_RATIO
     start, out = time.perf_counter(), Path(out)
     progress = Progress()
     reader = CheckpointReader.open(model_named(model))
     source_name = origin(reader.name, reader.dequantised_from)
     progress.note(f"converting {source_name} to MLA with {kv_ratio:.0%} of its KV bytes: minutes on a CPU")
-    settings = ConvertSettings(kv_ratio=kv_ratio, **demo_model.settings)
+    settings = ConvertSettings(kv_ratio=kv_ratio, held_out=2)
     command = f"surgery demo --model {model} --kv-ratio {kv_ratio:g}"
     request = ConversionRequest(reader.source, out, settings, overwrite=overwrite, command=command)
     if overwrite or not is_already_made(request, progress, remedy="pass --overwrite, or choose another --out"):
