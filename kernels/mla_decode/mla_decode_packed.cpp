@@ -38,9 +38,9 @@ void rotate(const Rotations& rotations, const float* __restrict key, int64_t pos
   float* __restrict imaginary = real + rotations.pairs;
   int64_t pair = 0;
   for (; pair + WIDTH <= rotations.pairs; pair += WIDTH) {
-    const Floats low = load(key + 2 * pair), high = load(key + 2 * pair + WIDTH);
-    const Floats x = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const Floats y = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    float even[WIDTH], odd[WIDTH];  // compilers turn this loop into shuffles; GCC has an operator for them since 12
+    for (int64_t i = 0; i < WIDTH; i++) even[i] = key[2 * (pair + i)], odd[i] = key[2 * (pair + i) + 1];
+    const Floats x = load(even), y = load(odd);
     const Floats c = load(cosine + pair), s = load(sine + pair);
     store(real + pair, x * c - y * s);
     store(imaginary + pair, x * s + y * c);
