@@ -36,7 +36,7 @@ ALSO = {FLOOR: (), NEWEST: ("compressed-tensors; python_version >= '3.11'",)}
 
 TESTS = (
     *("tests/test_cli.py", "tests/test_convert.py", "tests/test_convert_low_rank.py", "tests/test_convert_heads.py"),
-    *("tests/test_convert_hybrid.py", "tests/test_convert_cross_layer.py", "tests/test_convert_cache.py"),
+    *("tests/test_convert_hybrid.py", "tests/test_convert_cross_layer.py"),
     *("tests/test_slicing.py", "tests/test_tokenizer_class.py", "tests/test_old_checkpoints.py"),
     *("tests/test_python_api.py", "tests/test_heal.py"),
     *("tests/checkpoint/test_quantized.py", "tests/checkpoint/test_kept_quantized.py", "tests/checkpoint/test_gguf.py"),

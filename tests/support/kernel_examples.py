@@ -90,15 +90,6 @@ class Compiled:
         return f"{self.cases}-{self.capabilities}"
 
 
-def of_the_gpu(name: str, capability: int, mma: list[str]) -> bool:
-    """Hopper's instructions on Hopper; of float32 any."""
-    return mma == ["wgmma" if capability == 90 else "mma"] or "float32" in name
-
-
-def any_kind(name: str, capability: int, mma: list[str]) -> bool:
-    return bool(mma)
-
-
 def slow(case: Any) -> Any:
     """An entry of `COMPILED` that the default run leaves out."""
     return pytest.param(case, marks=pytest.mark.slow)
