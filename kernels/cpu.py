@@ -1,8 +1,9 @@
 """C++ kernels for CPUs, compiled on the machine that runs them by PyTorch's own build of extensions.
 
-`torch.ops.surgery_cpu.<operation>` has the signature of the operation's reference. The library is stored in PyTorch's
-cache of extensions (`TORCH_EXTENSIONS_DIR`), under a name that depends on the sources, the instruction set and the
-version of PyTorch. It is written at once, so that an interrupted build leaves no lock behind.
+`torch.ops.surgery_cpu.<operation>` has the signature of the operation's reference. `lowrank_decode_packed` has none and
+states its arguments in its source. The library is stored in PyTorch's cache of extensions (`TORCH_EXTENSIONS_DIR`),
+under a name that depends on the sources, the instruction set and the version of PyTorch. It is written at once, so that
+an interrupted build leaves no lock behind.
 """
 
 from __future__ import annotations

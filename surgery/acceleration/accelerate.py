@@ -59,9 +59,9 @@ class Acceleration:
 def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     """Run a model's decode steps on this package's kernels; prompts and plain heads stay on PyTorch's attention.
 
-    Supports stock `deepseek_v3` (reading its latents as cached) and the custom model class. On a CPU only MLA in bits
-    has a kernel; the first call on a machine compiles it, which needs a C++ compiler and takes about 20 seconds. Saved
-    checkpoints are unaffected. An accelerated model is left unchanged.
+    Supports stock `deepseek_v3` (reading its latents as cached) and the custom model class. On a CPU only MLA, low
+    rank and cascades in bits have kernels; the first call on a machine compiles them, which needs a C++ compiler and
+    takes about 20 seconds. Saved checkpoints are unaffected. An accelerated model is left unchanged.
 
     Args:
         compare: run a short text with and without kernels, and restore the model if the logits differ by more than
@@ -73,13 +73,13 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     """
     if hasattr(model, STATE):
         return getattr(model, STATE)[1]
-    parameter = next(model.parameters())
-    reason = _refusal(parameter, _attentions(model))
+    parameter, attentions = next(model.parameters()), _attentions(model)
+    reason = _refusal(parameter, attentions)
     if reason is None and not _supports_attention_functions(model):
         reason = f"{type(model).__name__} does not support custom attention functions"
     if reason is None and own_softmax(model.config):
         reason = "no kernel supports logit softcaps or learned sinks"
-    if reason is None and not any(isinstance(module, CHANGED) for module in _attentions(model)):
+    if reason is None and not any(isinstance(module, CHANGED) for module in attentions):
         reason = "all layers have plain heads, which PyTorch's attention reads"
     if reason is not None:
         logger.warning("the model is not accelerated: %s", reason)
@@ -88,7 +88,6 @@ def accelerate(model: PreTrainedModel, *, compare: bool = True) -> Acceleration:
     before = model.config._attn_implementation
     stock_mla.register()
     model.set_attn_implementation(stock_mla.NAME)
-    attentions = _attentions(model)
     layers = tuple(_accelerate_module(module, attentions) for module in attentions)
     setattr(model, STATE, (before, Acceleration(layers)))
     if plain is None:
