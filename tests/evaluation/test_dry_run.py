@@ -62,8 +62,8 @@ def test_kv_bytes_may_be_counted_at_another_context_than_windows_have(folder, tm
         context: plan(folder / "source", out=tmp_path / "out", tasks="loss", length=32, kv_context=context)
         for context in (None, 16)
     }
-    told = {context: (each.settings["context"], each.settings["length"]) for context, each in plans.items()}
-    assert told == {None: (32, 32), 16: (16, 32)}
+    lengths = {context: (each.settings["context"], each.settings["length"]) for context, each in plans.items()}
+    assert lengths == {None: (32, 32), 16: (16, 32)}
     rows = {context: each.rows[0] for context, each in plans.items()}
     assert rows[16]["kv"] == rows[None]["kv"] / 2 and rows[16]["cache"] == rows[None]["cache"]
 

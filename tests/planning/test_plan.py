@@ -84,7 +84,7 @@ SELDOM = "mla, ranks by layer", "hybrid"
     ],
 )
 def test_candidates_lose_what_the_written_model_does(checkpoints, at_work, tmp_path, monkeypatch, family, case):
-    """As it decodes. A plan spends bits by predicted losses; a conversion that measures no layers does so too."""
+    """Loss through a cache. A plan spends bits by predicted losses; so does a conversion that measures no layers."""
     monkeypatch.setattr(packed_rows, "ROUNDS", 0)
     target, request = find_target(case.partition(",")[0]), dict(CASES[case])
     if "heads" in request:
@@ -203,9 +203,9 @@ def test_a_loss_is_looked_for_below_the_sizes_that_every_plan_weighs(least, look
 
 def row_of(plan, by_text, divergence, *, kv_ratio=0.3, answers=0.0):
     loss, increase = sum(by_text) / len(by_text), Increase.of(by_text)
-    told = {"by_text": by_text, "loss_increase": loss, "low": increase.low, "high": increase.high}
-    told |= {"divergence": divergence, "cost": loss + answers}
-    return replace(plan.rows[0], kv_ratio=kv_ratio, kv_bytes=kv_ratio, **told)
+    measures = {"by_text": by_text, "loss_increase": loss, "low": increase.low, "high": increase.high}
+    measures |= {"divergence": divergence, "cost": loss + answers}
+    return replace(plan.rows[0], kv_ratio=kv_ratio, kv_bytes=kv_ratio, **measures)
 
 
 def test_of_what_texts_cannot_tell_apart_the_one_that_moved_least_is_chosen(plan):
