@@ -25,10 +25,22 @@ CACHE_POLICY = ("cache_implementation", "cache_config")
 def complete(
     model: PreTrainedModel, session: Session, prompts: Sequence[Sequence[int]], new_tokens: int, label: str
 ) -> list[list[int]]:
-    """Complete every prompt of token ids by greedy decoding; return the completions in order, on every process.
+    """Complete every prompt by greedy decoding.
 
-    The sampling parameters of the checkpoint's generation config are ignored, and no bos is added. Completions are cut
-    before the first eos token. Raises SurgeryError: a prompt is empty.
+    The sampling parameters of the checkpoint's generation config are ignored. Prompts may exceed the model's context
+    length.
+
+    Args:
+        prompts: token ids of each prompt; used unchanged, no bos is added.
+        new_tokens: maximum number of decoded tokens per prompt.
+        label: label of the progress bar.
+
+    Returns:
+        Token ids of the completions, in the order of `prompts`, on every process: without the prompt, cut before the
+        first eos token of the generation config or the tokenizer.
+
+    Raises:
+        SurgeryError: a prompt is empty.
     """
     if any(len(prompt) == 0 for prompt in prompts):
         raise SurgeryError(f"{label}: the prompt is empty; pass at least one token")

@@ -19,12 +19,16 @@ GROWTH_STEPS = 64
 
 @dataclass(frozen=True)
 class KVUse:
-    """Measured size of a model's live KV cache, of `batch` sequences of `context` tokens.
+    """Measured size of a model's live KV cache.
 
     Attributes:
-        held_bytes: bytes of the whole cache at exactly `context` tokens; `bytes_per_token` divides them by all tokens.
+        context: cached tokens per sequence.
+        batch: number of sequences.
+        held_bytes: bytes of the whole cache at exactly `context` tokens.
+        bytes_per_token: `held_bytes` divided by the tokens of all sequences.
         growth_per_token: bytes added per token and sequence, averaged over the last decode steps. Differs from
             `bytes_per_token` if layers keep only a window, or if old tokens take fewer bytes than new ones.
+        dtype: dtype of the model, such as "bfloat16".
     """
 
     context: int

@@ -32,8 +32,19 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
     """Measure the peak bytes of keys and values while a random prompt is prefilled and continued, batch size 1.
 
     Sampled after every `update` of a cache layer: the bytes of the whole cache plus the returned tensors that do not
-    share its storage. `chunk` is prompt tokens per forward pass; None prefills in one. Returns None if the cache is not
-    filled through the `update` of its layers. Raises SurgeryError: the model returns no cache.
+    share its storage, such as dequantized tokens or a window concatenated with new tokens.
+
+    Args:
+        model: causal model that returns its cache.
+        prompt: number of prompt tokens.
+        steps: number of tokens decoded one by one after the prompt.
+        chunk: prompt tokens per forward pass; None prefills in one pass.
+
+    Returns:
+        Bytes; None if the cache is not filled through the `update` of its layers.
+
+    Raises:
+        SurgeryError: the model returns no cache.
     """
     past, watch = None, UpdateWatch()
     with evaluation_mode(model), watch.updates():

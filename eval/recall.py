@@ -96,10 +96,14 @@ def recall_prompts(
 
 
 def recall_hits(reader: LogitReader, tokens: LongTensor, query_mask: BoolTensor) -> list[bool]:
-    """Return for each prompt of a batch [B, T] whether greedy decoding gives all five digits, where the mask is true.
+    """Return for each prompt of a batch [B, T] whether greedy decoding gives all five digits.
 
-    The right answer is fed to the model, and the argmax is compared with it at every answer token. This is equivalent
-    to greedy decoding: up to the first wrong token, decoded and given tokens are equal.
+    The right answer is fed to the model (teacher forcing), and the argmax is compared with it at every answer token.
+    This is equivalent to greedy decoding after the question: up to the first wrong token, decoded and given tokens
+    are equal. Only the number of right digits after the first error may differ, and it is not counted.
+
+    Args:
+        query_mask: [B, T], true at the answer tokens.
     """
     first = int(query_mask.any(0).nonzero()[0])
     guess = reader.logits(reader.states(tokens)[:, first - 1 : -1]).argmax(-1).to(tokens.device)

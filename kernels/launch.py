@@ -35,9 +35,13 @@ class Config:
 
 
 class Extent(int):
-    """Size, or stride, of a tensor's dimension as an integer that remembers both.
+    """Size or stride of a tensor as an integer that remembers its tensor and dimension.
 
     A plan (`plan.py`) is reused by later calls and reads the extents from the tensors of each call.
+
+    Attributes:
+        tensor, dim: the tensor and its dimension.
+        is_stride: True for the stride of the dimension, False for its size.
     """
 
     tensor: Tensor

@@ -50,9 +50,14 @@ class Checkpoints:
         self._on_main(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
 
     def save(self, state: Mapping[str, Any], name: str | None = None) -> Path:
-        """Write a checkpoint of JSON values with "step", and remove the oldest beyond `keep_last` unnamed ones.
+        """Write a checkpoint and remove the oldest ones beyond `keep_last`.
 
-        Raises SurgeryError: the checkpoint cannot be written; earlier ones stay.
+        Args:
+            state: JSON values, with "step", the number of completed steps.
+            name: folder name of a checkpoint that `keep_last` does not count; None names it by its step.
+
+        Raises:
+            SurgeryError: the checkpoint cannot be written; earlier ones stay.
         """
         accelerator = self._accelerator
         path = self.folder / (name or f"{PREFIX}{state['step']:08d}")

@@ -51,9 +51,16 @@ LOGIT_TENSORS = 6
 
 @dataclass(frozen=True)
 class Estimate:
-    """Forecast of a healing run: parameters, budget over all processes, and peak bytes of a device by part.
+    """Forecast of a healing run.
 
-    The budget is None if only time limits the run.
+    Attributes:
+        parameters: numbers of parameters: "student", "trained" and "teacher".
+        processes: number of processes, of one device each.
+        sharded: whether FSDP2 shards the student.
+        tokens_per_step: over all processes.
+        steps, tokens: budget of the run; None if only time limits it.
+        memory: peak bytes of a device by part.
+        total_flops: FLOPs of the whole budget over all processes; None if only time limits it.
     """
 
     parameters: dict[str, int]
@@ -93,7 +100,13 @@ def estimate(
 ) -> Estimate:
     """Estimate memory and FLOPs of a healing run without loading weights or touching a device.
 
-    Raises SurgeryError: dtype is "auto", or nothing would train.
+    Args:
+        student_config, teacher_config: configs of the models; None for no teacher.
+        settings: with a dtype other than "auto".
+        sharded: whether FSDP2 shards the student over all processes.
+
+    Raises:
+        SurgeryError: dtype is "auto", or nothing would train.
     """
     if settings.dtype not in WIDTHS:
         raise SurgeryError(f"dtype {settings.dtype} depends on the device: choose fp32, bf16 or fp16", setting="dtype")

@@ -42,10 +42,16 @@ class Evaluations:
         *,
         sharded: bool = False,
     ) -> None:
-        """Build the tasks without running them. `limit` is the longest sequence that the student takes.
+        """Build the tasks without running them.
 
-        If the student is sharded, every process runs every batch, since a forward pass needs all of them. Raises
-        SurgeryError: a text cannot be read or is too short, or a task does not fit in the sequence length.
+        Args:
+            limit: longest sequence that the student takes; None for no limit.
+            processes: processes that share the batches.
+            sharded: whether every process holds only a shard of the student. Every process then runs every batch, since
+                a forward pass needs all of them.
+
+        Raises:
+            SurgeryError: a text cannot be read or is too short, or a task does not fit in the sequence length.
         """
         self._length = min(settings.length, limit or settings.length)
         self._data, self._tokenizer = settings.evaluate_data or default_names(tokenizer), tokenizer

@@ -43,8 +43,9 @@ class Training:
         module: a `distillation.Distillation`, possibly wrapped; `names` are the losses that it measures.
         identity: values that must not change when a run resumes, as plain JSON values.
         cached: returns the teacher's logits for sequence numbers; None without cached logits.
-        keeps_best: whether to write the state with the lowest held-out KL divergence, the initial one included: with
-            quantized caches, too large a step undoes the conversion's calibration.
+        evaluations: tasks to run between steps, or None.
+        keeps_best: whether to write the state with the lowest held-out KL divergence, the initial state included. Set
+            for models with quantized caches, where too large a step undoes the conversion's calibration.
     """
 
     accelerator: Accelerator

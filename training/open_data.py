@@ -49,8 +49,14 @@ def open_data(
     """Open the data of a run; every process must call it.
 
     The main process writes tokenized documents to `folder`, from which all processes read them, also after a resume.
-    Conversations ignore `recall`, since planted lines would break the chat template's turns. Raises SurgeryError: a
-    source cannot be read or has too little text.
+
+    Args:
+        settings: `data`; `length`, tokens of a row, bos included; `held_out`, rows that are split over the sources by
+            weight; `recall`, which conversations ignore, since planted lines would break the chat template's turns; and
+            `seed`, which does not change the choice of held-out documents.
+
+    Raises:
+        SurgeryError: a source cannot be read or has too little text.
     """
     progress = progress or Progress(silent=True)
     sources, recall, seed = fitting(parse_sources(settings.data), tokenizer), settings.recall, settings.seed

@@ -28,7 +28,12 @@ HELD_OUT_DOCUMENTS, DOCUMENT_ORDER, ROW_ORDER = range(3)
 
 @dataclass(frozen=True)
 class RowShape:
-    """Layout of rows: tokens T of a row, and the token id before each row, or None."""
+    """Layout of rows.
+
+    Attributes:
+        length: tokens T of a row.
+        bos: token id before each row, or None.
+    """
 
     length: int
     bos: int | None

@@ -19,7 +19,16 @@ class RunLog:
     """
 
     def __init__(self, path: Path, *, writes: bool, tracker: Tracker | None = None) -> None:
-        """Open the file for appending on a process that `writes`; raises SurgeryError if it cannot be written."""
+        """Open the file for appending.
+
+        Args:
+            path: path of the JSONL file; its folder exists.
+            writes: whether this process writes.
+            tracker: tracker that gets the values of steps, too; `close` finishes it. None for no tracker.
+
+        Raises:
+            SurgeryError: the file cannot be written.
+        """
         self.path, self.tracker = path, tracker or Tracker()
         self._file = None
         if writes:

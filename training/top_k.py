@@ -21,11 +21,14 @@ LEAST = -87.0
 class TopK:
     """Teacher distributions at temperature 1, each as its top k tokens and one bucket for the rest.
 
+    Log-probabilities are stored, which half precision represents best where the probability is high. The rest is stored
+    in fp32, since 1 minus the sum of rounded probabilities would be noise.
+
     Attributes:
-        values: [..., k] log-probabilities of the k most likely tokens, float16 (or wider), at least `LEAST`; half
-            precision represents them best where the probability is high.
+        values: [..., k] log-probabilities of the k most likely tokens, float16 (or wider), at least `LEAST`.
         ids: [..., k] int32 ids of these tokens.
-        rest: [...] log-probability of any other token, float32 (or wider), at least `LEAST`; not read if k = V.
+        rest: [...] log-probability of any other token, float32 (or wider), at least `LEAST`.
+        vocabulary: vocabulary size V. With k = V there are no other tokens, and `rest` is not read.
     """
 
     values: Tensor

@@ -23,9 +23,12 @@ HOLLOW = "variant"
 
 @dataclass(frozen=True)
 class Point:
-    """Row of a report as a point of the plot, KV bytes and quality, as shares and changes or absolute.
+    """Row of a report as a point of the plot.
 
-    ``low`` and ``high`` are the 95% interval of y; equal to y without one.
+    Attributes:
+        x: KV bytes, as a share of the baseline's or absolute.
+        y: quality, as a change from the baseline or absolute.
+        low, high: 95% interval of y; equal to y without an interval.
     """
 
     row: ReportRow

@@ -44,7 +44,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Sample:
-    """Prompt that fits the length, its token ids, strings expected in the answer, and the answer's maximum tokens."""
+    """Prompt that fits the length.
+
+    Attributes:
+        prompt: text of the prompt.
+        ids: token ids of the prompt, starting with bos if the tokenizer has one.
+        references: strings expected in the answer.
+        new_tokens: maximum tokens of the answer.
+    """
 
     prompt: str
     ids: tuple[int, ...]

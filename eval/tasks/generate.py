@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """Greedy completions of texts, each after the tokenizer's bos, without a score, for manual comparison."""
+    """Greedy completions without a score, for manual comparison.
+
+    Attributes:
+        prompts: texts to complete. The tokenizer's bos token is prepended if it has one.
+        new_tokens: maximum number of new tokens per prompt.
+    """
 
     prompts: tuple[str, ...]
     new_tokens: int

@@ -248,8 +248,15 @@ def losses_and_divergence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute losses and the divergence from a baseline at the same positions, with one computation of the logits.
 
-    States are [B, n, ...], targets [B, n]; without a frozen head, the baseline's are logits. Returns cross-entropy as
-    in `losses_of_states`, KL(baseline || model) in nats, and whether the top-1 tokens agree: [B, n] each, on the CPU.
+    Args:
+        states: states of the model [B, n, ...].
+        targets: target tokens [B, n].
+        baseline_head: frozen LM head of the baseline; None if `baseline_states` are logits.
+        baseline_states: states of the baseline [B, n, ...].
+
+    Returns:
+        Cross-entropy as in `losses_of_states`, KL(baseline || model) in nats, and whether the top-1 tokens agree:
+        [B, n] each, on the CPU.
     """
     losses, kl, same = [], [], []
     for part, other, target in _in_parts(states, baseline_states, targets.to(states.device)):

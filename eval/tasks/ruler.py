@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RulerTask:
-    """Eleven tasks of retrieval, tracing and aggregation, in order; see `surgery.eval.ruler.suite`.
+    """Eleven tasks of retrieval, tracing and aggregation; see `surgery.eval.ruler.suite`.
 
-    Lengths are of prompt and answer together; the paper uses 500 samples per task and length. Without a haystack: the
-    Python language reference, for "text" only. Raises SurgeryError: a task is unknown, or the haystack is empty.
+    Attributes:
+        lengths: maximum tokens of prompt and answer together.
+        samples: samples per task and length. The paper uses 500.
+        domain: "text" or "code".
+        haystack: prose or source text; None for the Python language reference (`domain` "text" only).
+        tasks: names of the tasks, in the order in which they run.
+
+    Raises:
+        SurgeryError: a task is unknown, or the haystack is empty.
     """
 
     lengths: tuple[int, ...] = (4096,)

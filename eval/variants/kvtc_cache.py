@@ -56,7 +56,13 @@ SAMPLE = 128
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes of one sequence in storage: tokens in full precision, and coded tokens before and after DEFLATE."""
+    """Bytes of one sequence in storage.
+
+    Attributes:
+        exact: tokens in full precision.
+        packed: coded tokens before DEFLATE.
+        deflated: coded tokens after it.
+    """
 
     exact: int
     packed: int

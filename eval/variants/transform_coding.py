@@ -51,9 +51,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Principal components of calibration vectors, [p, r] by decreasing variance, and the errors of their groups.
+    """Principal components of calibration vectors, and the errors of all groups that they can be cut into.
 
     Attributes:
+        mean: [p].
+        basis: [p, r], orthonormal columns by decreasing variance.
         errors: squared error of a group, by (size, bits): [r - size + 1], by its first component.
         energies: squared error of a dropped component [r].
     """

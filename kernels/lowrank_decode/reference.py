@@ -20,8 +20,16 @@ STEP = 128
 def rotation_tables(inv_freq: Tensor, positions: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Compute two tables of cosines and sines that give every rotation: R_n = R_{n - n mod 128} R_{n mod 128}.
 
-    A table of all positions would be as large as the latents and double the memory traffic. From ``inv_freq`` [d/2],
-    angles in fp64: within [2, 128, d/2], those of positions 0 to 127, and begins [2, n, d/2], of 0, 128, 256, ...
+    A table of all positions would be as large as the latents and double the memory traffic. Computed once per cache.
+
+    Args:
+        inv_freq: [d/2], radians per position.
+        positions: capacity of the cache in positions.
+        dtype: dtype of the tables; the angles are computed in fp64.
+
+    Returns:
+        within [2, 128, d/2], the cosines and sines of positions 0 to 127, and begins [2, n, d/2], those of positions 0,
+        128, 256, ...
     """
     wide = inv_freq.double()
     first = torch.arange(STEP, device=wide.device, dtype=torch.float64)[:, None] * wide

@@ -43,7 +43,7 @@ def check(source: dict[str, Any]) -> None:
 
 
 def config_with_heads(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
-    """Return the config.json of a Llama with ``heads`` KV heads per layer. Raises SurgeryError see :func:`check`."""
+    """Return the config.json of a Llama with ``heads`` KV heads per layer. Raises SurgeryError: see :func:`check`."""
     check(source)
     blocks = [
         {

@@ -123,7 +123,12 @@ class OwnLowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnQuantizedLowRank(OwnLowRank):
-    """Writer of low-rank layers with a cache of packed rows, in runs by layer; first tokens stay in full precision."""
+    """Writer of low-rank layers with a cache of packed rows.
+
+    Attributes:
+        runs: runs of bit patterns of each layer's latents; empty for a layer that keeps its attention.
+        first_tokens: number of first tokens whose latents stay in full precision.
+    """
 
     runs: tuple[Runs, ...]
     first_tokens: int

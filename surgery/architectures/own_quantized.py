@@ -20,7 +20,12 @@ QUANTIZER = "quantizer."
 
 @dataclass(frozen=True)
 class OwnQuantizedMLA(OwnMLA):
-    """Writer of MLA with a cache of packed rows; layers that keep their attention have no runs."""
+    """Writer of MLA with a cache of packed rows.
+
+    Attributes:
+        runs: runs of bit patterns of each layer's latent and rotary key; None for layers that keep their attention.
+        first_tokens: number of first tokens that stay in full precision.
+    """
 
     runs: tuple[tuple[Runs, Runs] | None, ...]
     first_tokens: int

@@ -59,12 +59,12 @@ class DecodeSettings:
     """Settings of a decode benchmark.
 
     Attributes:
+        contexts: tokens in the cache.
         batches: batch sizes; None for the largest that fits.
         rank, rope_dim: latent rank and rotary dimensions of converted models of a named shape.
         structures: conversion targets for named shapes.
         kernels: variants to measure in turn: without (False) and with (True) Triton kernels.
         seconds: time limit after which no further measurement starts.
-        dtype: dtype of folders' weights; auto for the checkpoint's.
     """
 
     contexts: tuple[int, ...]

@@ -142,10 +142,19 @@ def sample_replies(
     seed: int = 0,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[list[int]]:
-    """Return the token ids of prompts with replies, sampled at temperature 1, each up to its first end token.
+    """Sample replies to a batch of prompts at temperature 1, each up to its first end token.
 
-    At most ``new_tokens`` follow the longest prompt; end tokens stay. ``advance`` is called at each step with the
-    number of tokens added. Raises SurgeryError: the model's logits are not finite.
+    Args:
+        prompts: token ids of each prompt, at least one.
+        new_tokens: maximum tokens after the longest prompt; replies to shorter prompts may be longer.
+        ends: end tokens, which stay in the replies.
+        advance: called at each step with the number of tokens added to replies.
+
+    Returns:
+        Prompts with their replies.
+
+    Raises:
+        SurgeryError: the model's logits are not finite.
     """
     starts = [len(prompt) for prompt in prompts]
     length = max(starts) + new_tokens

@@ -50,9 +50,18 @@ def kronecker_factors(
     device: str | torch.device = "cpu",
     processes: Processes = ALONE,
 ) -> KroneckerFactors | None:
-    """Fit the two factors, on the CPU, from z and g of tokens; None if all gradients or all rows are zero.
+    """Fit the two factors.
 
-    ``gradient`` is E[g gᵀ] in float64, if known; for ``device`` see :mod:`surgery.running.moment_precision`.
+    Args:
+        rows: z of tokens.
+        gradients: g of the same tokens.
+        gradient: E[g gᵀ] in float64, if known.
+        sweeps: number of alternations.
+        device: device for products of batches, see :mod:`surgery.running.moment_precision`.
+        processes: processes that share the parts.
+
+    Returns:
+        The factors on the CPU; None if all gradients or all rows are zero.
     """
     options = {"device": device, "processes": processes}
     if gradient is None:

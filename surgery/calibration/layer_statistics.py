@@ -167,11 +167,15 @@ def _from_weights(
 
 
 def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> LayerStatistics:
-    """Estimate statistics from float64 weights, as :func:`surgery.calibration.library.weight_statistics` otherwise.
+    """Estimate statistics from weights, as :func:`surgery.calibration.library.weight_statistics` for other attention.
 
-    ``input_scale`` [D] is the norm's weight. Norms divide by their expected RMS. In place of moments of loss gradients
-    it uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, mapped to the latent and scaled to equal
-    trace.
+    Inputs are white noise times the weight of the norm before the attention; norms divide by their expected RMS. In
+    place of moments of loss gradients it uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, both
+    mapped to the latent and scaled to equal trace.
+
+    Args:
+        anatomy: float64.
+        input_scale: [D], the norm's weight.
     """
     scale, rank, unrotated = input_scale.to(anatomy.down), anatomy.rank, anatomy.unrotated_dim
     rows = anatomy.down * scale

@@ -49,10 +49,15 @@ class StatisticsLibrary(LayerFiles):
 
 
 def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerStatistics:
-    """Estimate statistics from the weights alone, in float64, for conversions without calibration text.
+    """Estimate statistics from the weights alone, for conversions without calibration text.
 
-    Inputs are white noise times the weight [D] of the norm before the attention. In place of moments of loss gradients
-    it uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, scaled to equal trace.
+    Inputs are white noise times the weight of the norm before the attention. In place of moments of loss gradients it
+    uses the queries' second moment for keys and ``W_oᵀ W_o`` for values, scaled to equal trace, since their relative
+    scale is unknown without text.
+
+    Args:
+        anatomy: float64.
+        input_scale: [D], the norm's weight.
     """
     groups, repeat = anatomy.kv_heads, anatomy.heads // anatomy.kv_heads
     scale = input_scale.to(anatomy.k)

@@ -82,9 +82,12 @@ class SequenceRequest:
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Calibration sequences [N, T] int64, and held-out sequences [M, T] of the same kind from other documents.
+    """Calibration sequences for statistics, and held-out sequences for choices between results.
 
-    The description has plain values for the report: source, sizes, seed, and the sha256 of each token tensor.
+    Attributes:
+        tokens: [N, T] int64, the calibration sequences.
+        held_out: [M, T] int64, sequences of the same kind from other documents; M may be 0.
+        description: plain values for the report: source, sizes, seed, and the sha256 of each token tensor.
     """
 
     tokens: LongTensor
@@ -209,7 +212,13 @@ def _check_pools(calibration: Pool, other: Pool, source: str) -> None:
 
 @dataclass(frozen=True)
 class Windows:
-    """Sampler of windows of ``length`` tokens, bos included, from pools of text; a share has planted recalls."""
+    """Sampler of windows from pools of text.
+
+    Attributes:
+        length: tokens of a window, bos included.
+        recall: share of windows with planted recalls, in the ``wording``.
+        bos: first token of each window; None for none.
+    """
 
     length: int
     recall: float

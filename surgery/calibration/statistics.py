@@ -86,8 +86,13 @@ class LayerStatistics:
 class MomentAccumulator:
     """Accumulator of moments over batches; for devices and dtypes see :mod:`surgery.running.moment_precision`.
 
-    With gradients, keys, values and gradients of all tokens stay on the CPU until :meth:`result`; ``hold`` stores a
-    batch of them. Each of ``parts`` is summed separately; ``first`` tokens per sequence are excluded.
+    With gradients, keys, values and gradients of all tokens stay on the CPU until :meth:`result`.
+
+    Args:
+        hold: stores a batch of keys, values or gradients.
+        parts: number of parts of the tokens, each summed separately.
+        first: number of first tokens per sequence to exclude, which a cache keeps in full precision.
+        processes: processes that share the parts, as in :class:`surgery.calibration.parts.Parts`.
     """
 
     def __init__(

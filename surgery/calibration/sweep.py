@@ -109,7 +109,9 @@ def forward_sweep(
 ) -> Tensor:
     """Run tokens [N, T] through all layers, store the inputs of each, and return the last layer's output [n, T, D].
 
-    Snapshots hold the last stored boundary; each process returns the output of its n sequences.
+    Args:
+        snapshots: state to resume from after an interruption: the last boundary that is stored.
+        processes: processes that share the sequences and the store; each returns the output of its n sequences.
     """
     snapshots, parts = snapshots or Snapshots(), Parts(len(tokens), batch_size, processes)
 

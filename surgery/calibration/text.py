@@ -210,7 +210,7 @@ def _dataset(source: str, text_field: str) -> Iterator[str]:
 def dataset_records(source: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Stream the rows of a dataset, with their locations for error messages.
 
-    Raises SurgeryError see :func:`open_dataset`, or reading fails later.
+    Raises SurgeryError: see :func:`open_dataset`, or reading fails later.
     """
     with dataset_errors(source):
         yield from ((row, f"dataset {source}, row {number}") for number, row in enumerate(open_dataset(source)))

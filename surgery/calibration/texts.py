@@ -60,10 +60,16 @@ def load_texts(
     planted: bool = True,
     held_out_length: int | None = None,
 ) -> Texts:
-    """Tokenize the texts of the settings and measure the source's loss on them, unless the source is not run.
+    """Tokenize the texts of the settings and measure the source's loss on them.
 
-    Evaluations use held-out text without planted facts: they measure recall by prompts. ``held_out_length`` truncates
-    its sequences. Raises SurgeryError: there is no tokenizer, or the text cannot be read or is too short.
+    Args:
+        run_source: if False, nothing is measured, and prose replaces the source's conversations.
+        planted: whether held-out text has planted facts, as calibration text does. Evaluations measure the loss without
+            them, and recall prompts measure recall of facts.
+        held_out_length: truncates held-out sequences to this many tokens; None for the length of calibration.
+
+    Raises:
+        SurgeryError: there is no tokenizer, or the text cannot be read or is too short.
     """
     if settings.calibration == NO_CALIBRATION:
         held_out = HeldOut.random(opened.config.vocab_size, RANDOM_SEQUENCES, RANDOM_LENGTH, settings.seed)
@@ -213,10 +219,15 @@ def measure_fit(
     batch_size: int,
     progress: Progress,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Measure the source's loss on the start of the first sequences [N, T] of each text, by use and kind.
+    """Measure the source's loss on the start of the first sequences of each text, by kind of text.
 
-    Returns "loss" (nats per token), "memorised" (share of tokens with a loss below `MEMORIZED`) and "tokens"
-    (predicted). Without ``order`` all are of one kind, "text".
+    Args:
+        texts: sequences [N, T] by use.
+        order: kind of each sequence by use; None if all are of one kind, "text".
+
+    Returns:
+        By use and kind: "loss" (nats per token), "memorised" (share of tokens with a loss below `MEMORIZED`), "tokens"
+        (number of predicted tokens).
     """
     texts = {use: tokens[:FIT_SEQUENCES, :FIT_TOKENS] for use, tokens in texts.items()}
     hidden = {use: stream.embed(tokens) for use, tokens in texts.items()}

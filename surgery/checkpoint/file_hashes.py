@@ -19,8 +19,11 @@ _THREADS = 4
 def hash_files(folder: Path, progress: Progress | None = None, names: Iterable[str] | None = None) -> dict[str, str]:
     """Hash the files of a folder; returns hex digests by relative path, with slashes.
 
-    By default all files except hidden ones, links to folders and `UNHASHED`. Raises SurgeryError: a file cannot be
-    read.
+    Args:
+        names: files to hash; None for all except hidden files, links to folders and `UNHASHED`.
+
+    Raises:
+        SurgeryError: a file cannot be read.
     """
     with disk_errors(folder):
         if names is None:

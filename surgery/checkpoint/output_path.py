@@ -44,9 +44,14 @@ def refuse_output_inside(source: Path, out: Path) -> None:
 def settle_output(
     source: str | Path, read: Path | None, out: str | Path | None, target: str, *, overwrite: bool
 ) -> Path:
-    """Determine the output path and check that it may be written; ``read`` is None for a hub model to be downloaded.
+    """Determine the output path and check that it may be written.
 
-    Raises SurgeryError: the output exists and may not be replaced, or is the source.
+    Args:
+        read: the folder or file that ``source`` is read from; None for a hub model that is not downloaded yet.
+        out: the user's path, which may be an empty folder; None for the default.
+
+    Raises:
+        SurgeryError: the output exists and may not be replaced, or is the source.
     """
     out = Path(out) if out else default_output(source, target)
     if read is not None:

@@ -98,7 +98,12 @@ def share(value: float | None) -> str:
 
 
 def shares_at(ratios: Mapping[str, float] | None, ratio: float) -> str:
-    """Format a KV ratio, by context length if it depends on it by over 5%: "52.1% at 4k, 21.0% at 32k"."""
+    """Format a KV ratio, by context length if it depends on it: "52.1% at 4k, 21.0% at 32k".
+
+    Args:
+        ratios: KV ratio by number of tokens, or None.
+        ratio: the only value shown if all ``ratios`` are within 5% of it, or unknown.
+    """
     if not ratios or all(abs(each - ratio) <= 0.05 * ratio for each in ratios.values()):
         return share(ratio)
     names = {tokens: f"{int(tokens) // 1024}k" if int(tokens) % 1024 == 0 else f"{int(tokens):,}" for tokens in ratios}

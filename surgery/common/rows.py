@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rows:
-    """Row ranges [start, stop) of a stored tensor, in order; of a transposed one, these rows are columns."""
+    """Row ranges of a stored tensor.
+
+    Attributes:
+        runs: row ranges [start, stop), in the order in which they are read.
+        transposed: whether the matrix is stored transposed, with these rows as columns.
+    """
 
     runs: tuple[tuple[int, int], ...]
     transposed: bool = False

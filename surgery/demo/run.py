@@ -80,10 +80,16 @@ def run_demo(
     overwrite: bool = False,
     as_json: bool = False,
 ) -> Demo:
-    """Convert a model of ``DEMO_MODELS``, measure source and result in a process without this package, and print.
+    """Convert a model to ``out``, measure source and result in a process without this package, and print the result.
 
-    A conversion with the same settings that exists in ``out`` is measured again. Raises SurgeryError: the model is
-    unknown, the conversion failed, or the measuring process failed.
+    A conversion with the same settings that exists in ``out`` is measured again.
+
+    Args:
+        model: a name in ``DEMO_MODELS``.
+        kv_ratio: share of the KV bytes to keep; None for the default of the model.
+
+    Raises:
+        SurgeryError: the model is unknown, the conversion failed, or the measuring process failed.
     """
     from surgery.checkpoint import CheckpointReader
     from surgery.common.progress import Progress

@@ -148,7 +148,12 @@ class Facts:
         return flags and self.again(flags)
 
     def cache(self, number_bytes: int, *, unpacks: bool = False) -> dict[str, int | None]:
-        """Return the cache sizes for a verdict, over all layers; some engines unpack the tokens of one layer."""
+        """Return the cache sizes for a verdict, over all layers.
+
+        Args:
+            number_bytes: bytes per element.
+            unpacks: whether the engine allocates memory for the unpacked tokens of one layer.
+        """
         if self.cached_numbers is None:
             return {}
         numbers = self.cached_numbers + self.unpacked_numbers * unpacks

@@ -19,9 +19,14 @@ from surgery.evaluation.task_data import TaskData
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that run on every row, KV bytes, at ``context`` tokens, first; held-out windows have ``length`` tokens.
+    """Tasks that run on every row.
 
-    Settings are computed once, since they hash texts and folders. For the origins of plug-ins' tasks see `plugin_of`.
+    Attributes:
+        all: tasks, KV bytes first.
+        context: context length in tokens of the KV bytes.
+        length: tokens per held-out window.
+        settings: settings by task name; computed once, since they hash texts and folders.
+        plugins: origins of the tasks that plug-ins add, by task name; see `plugin_of`.
     """
 
     all: tuple[Task, ...]

@@ -36,8 +36,12 @@ class Tokenizer:
 def copied_tokenizer(path: Path, folder: Path, vocabulary: int) -> Tokenizer:
     """Copy the tokenizer of another GGUF file with the tokens of a checkpoint.
 
-    Without tokenizer.json only the number of tokens is compared. Raises SurgeryError: the file cannot be read, or its
-    tokens are others.
+    Args:
+        folder: the checkpoint's folder. Without tokenizer.json only the number of tokens is compared.
+        vocabulary: number of tokens of the checkpoint.
+
+    Raises:
+        SurgeryError: the file cannot be read, or its tokens are others.
     """
     tokens = read_gguf_header(path).metadata.get("tokenizer.ggml.tokens") or []
     expected = _vocabulary(read_json_or_empty(folder / "tokenizer.json"))

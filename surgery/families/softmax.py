@@ -19,7 +19,13 @@ from surgery.kernels.mla_decode.reference import causal_mask
 
 @dataclass(frozen=True)
 class Softmax:
-    """Softmax of one attention layer with a scale, a cap of the logits, and learned sinks [H], or None."""
+    """Softmax of one attention layer.
+
+    Attributes:
+        scale: factor on products of queries and keys.
+        softcap: cap c of the logits; None for no cap.
+        sinks: [H], one more logit per head, whose weight has no value; None for no sinks.
+    """
 
     scale: float
     softcap: float | None = None

@@ -68,9 +68,13 @@ def repeated_tokens(session: ScoringSession, count: int) -> LongTensor:
 
 
 def selection_order(echo: Tensor, induction: Tensor) -> Tensor:
-    """Compute 1 - the share of heads selected up to each, [L, G] float32, by both scores in the paper's proportion.
+    """Compute 1 - the share of heads selected up to each head, by both scores in RazorAttention's proportion.
 
-    Heads selected at the same time are ordered by induction, then by index.
+    Args:
+        echo, induction: [L, G].
+
+    Returns:
+        [L, G] float32. Heads selected at the same time are ordered by induction, then by index.
     """
     needed = torch.minimum(_ranks(echo) / ECHO, _ranks(induction) / INDUCTION)
     order = sorted(

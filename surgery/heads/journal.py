@@ -31,10 +31,16 @@ class Journal:
     def __init__(
         self, path: Path | None, identity: Mapping[str, Any], processes: Processes = ALONE, *, restart: bool = False
     ) -> None:
-        """Open the file, if it exists; None stores nothing. ``identity`` determines the scores, as plain values.
+        """Open the file, if it exists.
 
-        Raises SurgeryError: the file cannot be read, is not a journal, or has another identity and no restart is asked
-        for.
+        Args:
+            path: file; None to store nothing.
+            identity: everything that determines the scores, as plain values: model, data, settings, seed.
+            processes: processes that share the scoring.
+            restart: delete an existing journal.
+
+        Raises:
+            SurgeryError: the file cannot be read, is not a journal, or has another identity.
         """
         self._path = path
         if path is not None:

@@ -20,9 +20,12 @@ Units = Sequence[Sequence[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Plan of all KV heads, bool [L, G]: those with their whole context, and streaming ones with a compensation token.
+    """Plan of all KV heads.
 
-    That token is the mean of evicted pairs (RazorAttention). ``sinks`` and ``recent`` tokens include the query's own.
+    Attributes:
+        full: bool [L, G], heads that keep their whole context; all others stream.
+        compensated: bool [L, G], streaming heads with a compensation token: the mean of evicted pairs (RazorAttention).
+        sinks, recent: first and last tokens that a streaming head keeps, the query's own included.
     """
 
     full: BoolTensor
@@ -66,11 +69,16 @@ def compile_plan(
     recent: int,
     compensated: float = 0.0,
 ) -> HeadPlan:
-    """Compile a plan that keeps as many of the best units full, by scores [L, G], as fit the budget.
+    """Compile a plan that keeps as many of the best units full as fit the budget.
 
-    ``affordable`` returns whether a plan with these full heads [L, G] fits, and must be monotonic. A share of the
-    streaming heads, best first, gets a compensation token. Raises SurgeryError: the budget is too small with all heads
-    streaming.
+    Args:
+        scores: [L, G]; heads with higher scores need their context more.
+        units: units of heads that can stream.
+        affordable: returns whether a plan with these full heads [L, G] fits the budget; must be monotonic.
+        compensated: share of the streaming heads, best first, that get a compensation token.
+
+    Raises:
+        SurgeryError: the budget is too small with all heads streaming.
     """
     full = torch.zeros(scores.shape, dtype=torch.bool)
     if not affordable(full):

@@ -55,9 +55,12 @@ class ScoringSession:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """Scores [L, G] float32 of a method; the higher, the more a KV head needs its whole context.
+    """Scores of a method.
 
-    ``parts`` are intermediate tensors by name, ``facts`` plain values for the header of the pattern file.
+    Attributes:
+        scores: [L, G] float32; the higher, the more a KV head needs its whole context. The scale depends on the method.
+        parts: intermediate tensors of the scores, by name, of any shape.
+        facts: plain values for the header of the pattern file: steps, losses, counts.
     """
 
     scores: Tensor

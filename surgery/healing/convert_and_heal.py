@@ -62,10 +62,18 @@ def convert_and_heal(
     measure: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert a model, heal the result within ``max_seconds`` or ``max_steps``, and return the healed checkpoint.
+    """Convert a model and heal the result.
 
-    For ``measure`` see :class:`surgery.healing.heal.HealRequest`. Raises SurgeryError: errors of a conversion or a
-    healing; invalid healing settings are found before the conversion.
+    Args:
+        request: see :func:`surgery.structures.converter.convert`.
+        budget: ``max_seconds`` or ``max_steps`` of the training, without loading and measuring.
+        measure: see :class:`surgery.healing.heal.HealRequest`.
+
+    Returns:
+        The healed checkpoint. The layers in its report are JSON values.
+
+    Raises:
+        SurgeryError: errors of a conversion or a healing; invalid healing settings are found before the conversion.
     """
     if "WORLD_SIZE" in os.environ:
         raise SurgeryError(

@@ -79,9 +79,15 @@ class _NotChecked(Exception):
 def verify_checkpoint(
     source: str | Path, *, device: str = "auto", seed: int = 0, progress: Progress | None = None
 ) -> Checked:
-    """Run all checks on a folder or hub id, on random tokens; failures are reported, not raised.
+    """Run all checks on a checkpoint; failures are reported, not raised.
 
-    Raises SurgeryError: there is no checkpoint, or its files are inconsistent.
+    Args:
+        source: folder or hub id of a checkpoint, converted or not.
+        device: device on which layers run.
+        seed: seed of the random tokens.
+
+    Raises:
+        SurgeryError: there is no checkpoint, or its files are inconsistent.
     """
     progress = progress or Progress(silent=True)
     reader = open_model(source)

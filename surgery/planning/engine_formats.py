@@ -117,7 +117,12 @@ class EngineFormat:
         return replace(self, layers=tuple(caches), skipped=tuple(layers))
 
     def filled(self, budget: float, order: Sequence[int]) -> EngineFormat | None:
-        """Return the format with as many layers, most sensitive first, in full precision as fit the bytes; or None."""
+        """Return the format with as many layers in full precision as fit a budget; None if not even one fits.
+
+        Args:
+            budget: KV bytes.
+            order: layers, the most sensitive first.
+        """
         best = None
         for count in range(1, len(order)):
             larger = self.skipping(order[:count])

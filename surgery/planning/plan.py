@@ -105,9 +105,16 @@ def make_plan(
 ) -> Plan:
     """Find the conversion with the least loss within a byte budget, or with the fewest bytes within a loss budget.
 
-    ``called`` names the source in commands. Next to the plan file ``out``, ``<out>.statistics.partial`` holds the state
-    from which an interrupted plan resumes; None writes nothing. Raises SurgeryError: the source cannot be read or
-    converted, or nothing meets the budget.
+    Args:
+        called: name of the source in commands; None for its path.
+        allow_pickle: read pickled weights if there are no others.
+        out: path of the plan file. Next to it, ``<out>.statistics.partial`` holds the statistics and the simulation's
+            state, from which an interrupted plan resumes. None writes nothing.
+        restart: start from scratch instead of resuming an interrupted plan.
+        progress: progress bars; silent if None.
+
+    Raises:
+        SurgeryError: the source cannot be read or converted, or nothing meets the budget.
     """
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
     reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)

@@ -169,7 +169,11 @@ def contenders(rows: Sequence[Row], share: float | None, max_loss: float | None)
 def choose(rows: Sequence[Row], share: float | None, max_loss: float | None) -> int:
     """Return the index of the best row within a byte budget (see `alike`), or of the smallest one within a loss.
 
-    Raises SurgeryError: no row meets the budget; the message names the nearest one and its loss increase or bytes.
+    Args:
+        rows: sorted by bytes.
+
+    Raises:
+        SurgeryError: no row meets the budget; the message names the nearest one and its loss increase or bytes.
     """
     if share is not None:
         fitting = alike(rows, share)

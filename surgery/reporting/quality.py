@@ -18,10 +18,15 @@ def before_and_after(
     others: Iterable[tuple[str, str, str]] = (),
     ratio_at: Mapping[str, float] | None = None,
 ) -> Table:
-    """Build the table that compares source and result: KV bytes per token, loss and recall by stage, and classes.
+    """Build the table that compares the source with the converted checkpoint.
 
-    ``stages`` begin with the source and end with the result, or are empty; ``others`` are additional rows (name,
-    source, result); ``ratio_at`` is the share of the KV bytes by context length, if it depends on the length.
+    Args:
+        kv: KV bytes per token of source and result.
+        stages: loss and recall after each stage; the first entry is the source, the last one the result. Empty if
+            not measured.
+        classes: model classes of source and result.
+        others: additional rows (name, source, result).
+        ratio_at: share of the KV bytes by context length, if it depends on the length.
     """
     kv_cell = f"{per_token(kv[1])}, {shares_at(ratio_at, kv[1] / kv[0])}"
     rows = [("class", *classes)] if classes else []

@@ -46,9 +46,14 @@ class Upload:
 
 
 def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Upload:
-    """Read and verify the files of a checkpoint, and remove local paths from them; the card names repo and source.
+    """Read and verify the files of a checkpoint, and remove local paths from them.
 
-    Raises SurgeryError: the folder has no report that lists its files, or a file is missing, modified or a link.
+    Args:
+        repo: repository id, org/name, for the card.
+        base_model: hub id of the source, for the card; None takes it from the report.
+
+    Raises:
+        SurgeryError: the folder has no report that lists its files, or a file is missing, modified or a link.
     """
     report = read_report(folder)
     if report is None:

@@ -36,6 +36,7 @@ class ConversionContext(Generic[Opened, Settings]):
         store: inputs of every layer from the forward sweep over the calibration text.
         converted: new tensors of every layer.
         snapshots: snapshots from which an interrupted conversion resumes.
+        processes: processes that share the calibration.
     """
 
     opened: Opened

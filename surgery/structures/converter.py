@@ -65,10 +65,17 @@ class Conversion:
 
 
 def convert(request: ConversionRequest, *, shared: bool = False, progress: Progress | None = None) -> Conversion | None:
-    """Convert a checkpoint and write the result; None on processes other than the main one.
+    """Convert a checkpoint and write the result as a Hugging Face checkpoint.
 
-    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. If ``shared``, all
-    processes that a launcher started share the calibration.
+    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. With several processes,
+    all share the calibration; the main process does the rest.
+
+    Args:
+        shared: whether all processes that a launcher started share the work.
+        progress: progress bars; silent if None.
+
+    Returns:
+        None on processes other than the main one.
 
     Raises:
         SurgeryError: bad input or an impossible request; no files are left.

@@ -72,6 +72,7 @@ class RowLayerReport:
     Attributes:
         rank, rope_dim: channels of the latent and of the shared key; 0 for an unchanged layer.
         shared_rank: number of latents of earlier layers that the layer reads.
+        row_bytes: bytes of a packed row.
         bits: number of channels by bit width.
         factor: measured divided by predicted loss of converting this layer alone, as used by the allocation.
         clipped: share of calibration values outside the range of their channel.

@@ -54,8 +54,13 @@ def shared_basis(moment: Tensor, metrics: Sequence[Tensor], rank: int) -> Shared
     """Compute the basis of a group with the least error.
 
     Minimizes ``E Σ_i ‖M_i^{1/2} (z_i - ẑ_i)‖²`` over all maps of rank r: reduced-rank regression of the stacked z on
-    itself under ``M = diag(M_0, …)``, damped [n, n] each. ``moment`` is ``E[z zᵀ]``, float64 [W·n, W·n]. M has no
-    blocks across layers: their gradients hardly correlate, and such blocks measured no better.
+    itself under ``M = diag(M_0, …)``. M has no blocks across layers: their gradients hardly correlate, and such blocks
+    measured no better.
+
+    Args:
+        moment: ``E[z zᵀ]`` of the stacked z, float64 [W·n, W·n].
+        metrics: ``M_i`` [n, n] of each layer, damped.
+        rank: r, at most W·n.
     """
     widths = [len(metric) for metric in metrics]
     down, up, energy = reduced_rank_projection(moment, torch.block_diag(*metrics), rank)

@@ -115,11 +115,18 @@ def allocate_kv_heads(errors: Sequence[Mapping[int, float]], total: int) -> list
 def merge_kv_heads(
     anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int, method: str = "fisher"
 ) -> MergedLayer:
-    """Merge the KV heads of a layer in groups of equal size, to a divisor of the source's number; float64, CPU.
+    """Merge the KV heads of a layer in groups of equal size.
 
-    Without gradients, the method "fisher" weights keys by the energies of their queries and values by ``W_oᵀ W_o``.
-    Raises SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer with a query
-    or key norm, after which the factors of a merge would have to apply.
+    Args:
+        anatomy: the layer, float64 on the CPU like the statistics.
+        statistics: statistics of this layer. Without gradients, the method "fisher" weights keys by the energies of
+            their queries and values by ``W_oᵀ W_o``.
+        kv_heads: number of heads to keep, a divisor of the source's.
+        method: a key of ``METHODS``.
+
+    Raises:
+        SurgeryError: an unknown method, a number of heads that does not divide the source's, or a layer with a query
+            or key norm: the factors of a merge would have to apply after the norm, where there is no weight.
     """
     if method not in METHODS:
         raise SurgeryError(f"method {method!r} is unknown: choose {', '.join(METHODS)}", setting="method")

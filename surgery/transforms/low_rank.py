@@ -106,14 +106,18 @@ def low_rank_layer(
     method: str = "fisher",
     shared: SharedMoments | None = None,
 ) -> LowRankConversion:
-    """Convert one layer to low-rank form, in float64 on the CPU.
+    """Convert one layer to low-rank form.
 
-    Blocks are from :func:`surgery.transforms.low_rank_methods.blocks_for`, or with other ranks; ``shared`` are moments
-    with the latents of earlier layers.
+    Args:
+        anatomy: the layer, float64 on the CPU like the statistics.
+        statistics: statistics of this layer.
+        blocks: from :func:`surgery.transforms.low_rank_methods.blocks_for`, or with other ranks.
+        method: a key of ``METHODS``.
+        shared: moments with the latents of earlier layers, which cost no further cache next to the layer's own.
 
     Raises:
-        SurgeryError: an unknown method, statistics that lack what it needs, or blocks that do not serve each key and
-            value head once or have more latents than elements to rebuild.
+        SurgeryError: an unknown method, statistics that lack what the method needs, or blocks that do not serve each
+            key and value head once or have more latents than elements to rebuild.
         ValueError: shared latents with a method other than "fisher", or with more than one block.
     """
     rule = method_named(method)

@@ -169,7 +169,15 @@ def convert_layer(
     rank: int,
     lags: LagStatistics | None = None,
 ) -> ConvertedLayer:
-    """Convert one layer to MLA of rank r in float64, with ``lags`` over ``basis`` for methods that use them."""
+    """Convert one layer to MLA.
+
+    Args:
+        anatomy: the layer in float64.
+        basis: from :func:`key_basis`.
+        rotated: from :func:`rotated_components`.
+        rank: r, the rank of the latent.
+        lags: statistics over ``basis``, for methods that use them.
+    """
     constant = lags.constant() if method.lags else None
     partial = partial_rope.latent_form(anatomy, basis, rotated, constant)
     if method.gradients:

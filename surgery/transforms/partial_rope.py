@@ -15,11 +15,17 @@ from surgery.transforms.latent_layer import LatentLayer
 def latent_form(
     anatomy: AttentionAnatomy, basis: KeyBasis, rotated: Tensor, constant: Tensor | None = None
 ) -> LatentLayer:
-    """Build the latent form in which only the components ``rotated`` [ρ/2] keep RoPE, in the order of the frequencies.
+    """Build the latent form in which only the components ``rotated`` keep RoPE.
 
     The latent holds the components without RoPE (real parts, imaginary parts) and then all values, untruncated. The
-    form is exact if every component is rotated. ``constant``, complex [P, H], replaces the rotation ``exp(iθ(n-m))`` of
-    a component without RoPE for query head h; the best one is the mean rotation over the lags that attention uses.
+    form is exact if every component is rotated.
+
+    Args:
+        anatomy: the source layer, float64 for an exact change of basis.
+        basis: components of the keys.
+        rotated: indices of the components that keep RoPE, [ρ/2]; their order is the order of the frequencies.
+        constant: complex [P, H], replaces the rotation ``exp(iθ(n-m))`` of a component without RoPE for query head h.
+            The best constant is the mean rotation over the lags that attention uses. None: 1.
     """
     heads, groups, dim, width = anatomy.heads, anatomy.kv_heads, anatomy.head_dim, anatomy.value_dim
     device, dtype = anatomy.k.device, anatomy.k.dtype
@@ -90,10 +96,19 @@ def truncate(layer: LatentLayer, down: Tensor, up: Tensor) -> LatentLayer:
 
 
 def choose_components(costs: list[Tensor], basis_frequency: Tensor, pairs: int, count: int) -> Tensor:
-    """Count the components that keep RoPE at each frequency, [pairs], equal in all layers as in a stock config.
+    """Count the components that keep RoPE at each frequency, equal in all layers so that a stock config can hold them.
 
-    Costs [P] of removing RoPE are normalized per layer, sorted within each frequency and summed over layers; the
-    ``count`` largest sums keep RoPE. ``basis_frequency`` [P] is the frequency index of each component.
+    Costs are normalized per layer, sorted within each frequency and summed over layers; the ``count`` largest sums keep
+    RoPE.
+
+    Args:
+        costs: per layer [P], the cost of removing RoPE from a component.
+        basis_frequency: [P] frequency index of each component.
+        pairs: number of frequencies d/2.
+        count: number of components that keep RoPE, ρ/2.
+
+    Returns:
+        Counts by frequency, integers [pairs].
     """
     groups = len(basis_frequency) // pairs
     total = torch.zeros(groups, pairs, dtype=torch.float64)

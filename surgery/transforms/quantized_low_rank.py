@@ -88,11 +88,16 @@ def unpredicted(
     first: int,
     stored: torch.dtype = torch.float64,
 ) -> Unpredicted:
-    """Measure the residual that a layer's own latents have to encode, in float64.
+    """Measure the residual that a layer's own latents have to encode.
 
-    ``inputs`` are the attention inputs of the calibration tokens [N, T, D], ``shared`` decoded latents of earlier
-    layers of the same tokens [N, T, s], of which the cache keeps the ``first`` in full precision; ``stored`` is the
-    dtype of the down-projections. Every key head and every value head is in one block.
+    Args:
+        anatomy: the layer in float64.
+        statistics: statistics of all tokens, or of all but the first ones.
+        blocks: heads that share latents; every key head and every value head is in one block.
+        inputs: attention inputs of the calibration tokens [N, T, D].
+        shared: decoded latents of earlier layers of the same tokens [N, T, s].
+        first: number of first tokens that the cache keeps in full precision.
+        stored: dtype of the down-projections of the latents.
     """
     weight = body_weight(statistics, inputs, first)
     scale = key_scale(anatomy)
@@ -138,9 +143,13 @@ class RowSpectrum:
 
 @dataclass(frozen=True)
 class QuantizedLowRank:
-    """Converted layer, latents in the order of the row, with its quantizer and the energies of all latents.
+    """Converted layer with its quantizer.
 
-    ``clipped`` is the share of the calibration values outside the range of their channel.
+    Attributes:
+        spectrum: energies of all latents, for the allocation of bytes.
+        layer: low-rank form, with latents in the order of the row.
+        quantizer: means and steps of the latents.
+        clipped: share of the calibration values outside the range of their channel.
     """
 
     spectrum: RowSpectrum

@@ -64,10 +64,14 @@ class QuantizedLatents:
 
 @dataclass(frozen=True)
 class ValueLatents:
-    """Directions of the latent of a layer's values, by descending energy; maps [n, n] in float64.
+    """Directions of the latent of a layer's values, by descending energy; float64.
 
-    The weighted mean lies in one direction, of index ``mean``, which a row must hold. The others are the KLT of its
-    complement. Energies [n] are variances in the metric of the loss.
+    The weighted mean lies in one direction, which a row must hold. The others are the KLT of its complement.
+
+    Attributes:
+        down, up: maps from values [n] to the latent and back, [n, n] each.
+        energy: variances in the metric of the loss, [n].
+        mean: index of the direction of the mean; None if the mean is zero.
     """
 
     down: Tensor
@@ -124,10 +128,16 @@ def convert_layer(
     inputs: Tensor,
     first: int,
 ) -> QuantizedLatents:
-    """Convert one float64 layer to MLA with a packed row, by statistics without the ``first`` tokens.
+    """Convert one layer to MLA with a packed row.
 
-    ``order`` are the components by descending energy, ``runs`` those of the latent and of the shared key, ``inputs``
-    the attention inputs of the calibration tokens [N, T, D].
+    Args:
+        anatomy: the layer in float64.
+        statistics: statistics without the first tokens.
+        basis: from :func:`key_basis`.
+        order: indices of the components by descending energy.
+        runs: runs of the latent and of the shared key.
+        inputs: attention inputs of the calibration tokens [N, T, D].
+        first: number of first tokens that the cache keeps in full precision.
     """
     latent_order, rope_order = (unit_order(each, unit) for each, unit in zip(runs, (1, 2), strict=True))
     latents = ValueLatents.of(anatomy, statistics)
@@ -145,7 +155,10 @@ def convert_layer(
 def row_frequencies(inv_freq: Tensor, frequency: Tensor, runs: Runs) -> Tensor:
     """Return the inverse frequencies of a row's rotary pairs, in row order; 0 for pairs without a component.
 
-    ``inv_freq`` [d/2] are the family's, ``frequency`` the index of each component, by descending energy.
+    Args:
+        inv_freq: inverse frequencies of the family, [d/2].
+        frequency: frequency index of each component, by descending energy.
+        runs: runs of the shared key.
     """
     return take_or_zero(inv_freq[frequency], torch.tensor(unit_order(runs, 2), dtype=torch.long))
 

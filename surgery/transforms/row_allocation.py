@@ -52,9 +52,12 @@ def granule_of(width: int) -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """Part of a packed row whose channels are sorted by energy, of ``least`` granules at least.
+    """Part of a packed row whose channels are sorted by energy.
 
-    Energies are comparable between all sections of a budget; a unit of 1, or 2 for complex components, shares its bits.
+    Attributes:
+        energies: energy of each unit, descending; comparable between all sections that share a budget.
+        unit: number of channels that share their bits: 1, or 2 for complex components.
+        least: minimum number of granules.
     """
 
     energies: Tensor

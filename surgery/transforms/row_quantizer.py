@@ -41,9 +41,11 @@ def fit_indices(tokens: int) -> Tensor:
 def fitted_quantizer(
     runs: Runs, values: Tensor, weight: Tensor | None, unpaired: int | None = None
 ) -> tuple[TokenQuantizer, float]:
-    """Fit a quantizer to values [T, channels] of weighted tokens [T]; return it and the share of values that it clips.
+    """Fit a quantizer to values [T, channels] of weighted tokens; return it and the share of values that it clips.
 
-    The two channels of a rotary pair share a step; ``unpaired`` channels precede them, or None without pairs.
+    Args:
+        weight: weights [T] of the tokens; None for equal weights.
+        unpaired: number of channels before the first rotary pair, whose two channels share a step; None: no pairs.
     """
     quantizer = TokenQuantizer(TokenFormat(runs))
     weight = torch.ones(len(values)) if weight is None else weight

@@ -46,7 +46,13 @@ class SmallerLatent:
 
 
 def smaller_latent(anatomy: LatentAnatomy, statistics: LayerStatistics, rank: int) -> SmallerLatent:
-    """Reduce the latent of one float64 layer to ``rank``, in the metric of the loss of its statistics."""
+    """Reduce the latent of one layer to ``rank``.
+
+    Args:
+        anatomy: the layer in float64.
+        statistics: statistics of its rotary key and latent, with a metric of the loss.
+        rank: r', at most r.
+    """
     latents, width = slice(anatomy.head_dim, None), anatomy.rank
     moment, weighted = statistics.moment[latents, latents], statistics.gradient_weighted_moment[latents, latents]
     metric = damp(statistics.metric[latents, latents])

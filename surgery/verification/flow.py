@@ -17,7 +17,9 @@ from surgery.running.attention_tap import tap_attention
 class Flow:
     """KV peak and attention footprint of prefilling a prompt and decoding tokens after it.
 
-    Peak bytes are in the dtype of the run; the footprint is visited query-key pairs over full causal attention's.
+    Attributes:
+        peak_bytes: peak bytes of keys and values, in the dtype of the run.
+        footprint: visited query-key pairs as a share of full causal attention.
     """
 
     peak_bytes: int

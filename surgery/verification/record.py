@@ -21,9 +21,14 @@ LONGEST = 2**16
 
 @dataclass(frozen=True)
 class Recorded:
-    """Facts of a report, if it is there; each is None if missing.
+    """Facts of a report; each is None if missing.
 
-    SHA-256 by file name, names of the source's files by kind, the probe, and tokens and bytes per token of live caches.
+    Attributes:
+        there: whether there is a report.
+        files: SHA-256 by file name.
+        source_files: names of the source's files that were copied or left out, by kind.
+        probe: see :func:`surgery.verification.probe.compute_probe`.
+        kv: tokens in the live caches, and measured bytes per token.
     """
 
     there: bool = False

@@ -93,10 +93,14 @@ def checked_recipe(path: Path) -> tuple[Recipe, list[Action]]:
 
 
 def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bool = False) -> Finished:
-    """Run all steps of a recipe, by default in a folder with its name in the current directory.
+    """Run all steps of a recipe.
 
-    With ``restart`` interrupted steps start from scratch. Raises SurgeryError: the recipe is invalid (before any step
-    runs), another process uses the folder, or a step fails.
+    Args:
+        work: folder for the outputs; None for a folder with the recipe's name in the current directory.
+        restart: restart interrupted steps from scratch; completed steps are kept.
+
+    Raises:
+        SurgeryError: the recipe is invalid (before any step runs), another process uses the folder, or a step fails.
     """
     recipe, ready = checked_recipe(path)
     work = work or Path(recipe.name)

@@ -41,9 +41,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Expected:
-    """Forecast of a step from the dry run of its command: peak memory of host and device, and disk, in bytes, or None.
+    """Forecast of a step from the dry run of its command. Sizes are in bytes; None is unknown.
 
-    ``note`` is text next to the numbers, or in their place.
+    Attributes:
+        host, device: peak memory of the machine and of its accelerator.
+        disk, temporary: bytes of the output and of temporary files.
+        note: text next to the numbers, or in their place.
     """
 
     seconds: float | None = None

@@ -15,7 +15,9 @@ class Column:
     """Title, format and alignment of a table column.
 
     Attributes:
+        title: short display title.
         about: explanation of the title, with the unit; empty if the title is clear.
+        form: function that formats a value other than None.
         better: whether low or high values are better; None if neither.
         align: alignment; None: right if all values are numbers.
         key: stable machine-readable name; the title if empty.

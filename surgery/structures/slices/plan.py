@@ -82,8 +82,12 @@ def plan_slice(
 ) -> dict[str, Ranks]:
     """Plan the candidate ranks of a slice, by name of the allocation; all spend the whole budget.
 
-    "spectrum" drops the least total energy, "uniform" the same share of every block; "auto" returns both and their
-    mean, to be measured, if energies are comparable and ranks may differ. ``kv_ratio`` is of the original source.
+    Args:
+        path: path of the checkpoint, for errors.
+        kv_ratio: share of the KV bytes per token of the original source, without a residual window.
+        itemsize: bytes per cached element.
+        allocate: "spectrum" drops the least total energy, "uniform" the same share of every block. "auto" returns both
+            and their mean, to be measured, if energies are comparable and ranks may differ.
 
     Raises:
         SurgeryError: the budget is not less than the checkpoint's bytes or leaves a block without a latent, or the
