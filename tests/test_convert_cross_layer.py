@@ -80,7 +80,7 @@ def test_windows_and_sinks_and_blocks_are_as_asked(converted):
     assert entry == {
         "kind": "cross_layer",
         "group_size": 2,
-        "place": 1,
+        "index_in_group": 1,
         "rank": 18,
         "block": 8,
         "sinks": 2,

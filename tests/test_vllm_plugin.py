@@ -200,7 +200,15 @@ def test_steps_that_kernels_read_are_in_no_span():
 
 
 LATENT = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
-CROSS_LAYER = {"kind": "cross_layer", "group_size": 1, "rank": 4, "block": 1, "sinks": 0, "window": 0, "place": 0}
+CROSS_LAYER = {
+    "kind": "cross_layer",
+    "group_size": 1,
+    "rank": 4,
+    "block": 1,
+    "sinks": 0,
+    "window": 0,
+    "index_in_group": 0,
+}
 
 
 def config(**changes):

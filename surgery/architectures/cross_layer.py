@@ -40,7 +40,7 @@ class OwnCrossLayer:
         layers: list[LayerEntry] = [StockEntry()] * len(self.widths)
         for (start, stop), entry in zip(self.groups, self.entries, strict=True):
             for index in range(start, stop):
-                layers[index] = replace(entry, place=index - start)
+                layers[index] = replace(entry, index_in_group=index - start)
         return own_config(source, layers)
 
     def plan(self) -> dict[str, TensorSpec]:

@@ -141,8 +141,8 @@ def group_layers(config: Any, entries: Sequence[LayerEntry]) -> list[CacheLayerM
         if not entry.shares_cache:
             layers.append(PlainLayer())
             continue
-        store = attention_class(entry).new_store(entry, config) if entry.place == 0 else store
-        layers.append(GroupLayer(store, entry.place, entry.block, entry.sinks, entry.window))
+        store = attention_class(entry).new_store(entry, config) if entry.index_in_group == 0 else store
+        layers.append(GroupLayer(store, entry.index_in_group, entry.block, entry.sinks, entry.window))
     return layers
 
 

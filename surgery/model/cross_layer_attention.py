@@ -36,7 +36,7 @@ class GroupMember(Accelerated, nn.Module):
     block: int | None
 
     def _join_group(self, entry: GroupEntry) -> None:
-        self.entry, self.index_in_group, self.group_size = entry, entry.place, entry.group_size
+        self.entry, self.index_in_group, self.group_size = entry, entry.index_in_group, entry.group_size
         self.block, self.exact_sinks, self.window = entry.block, entry.sinks, entry.window
 
     @classmethod

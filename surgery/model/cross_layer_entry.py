@@ -1,11 +1,11 @@
-"""Entries of layers that share a cache, kinds "cross_layer…"; in a group they differ in `place` only.
+"""Entries of layers that share a cache, kinds "cross_layer…"; in a group they differ in `index_in_group` only.
 
-`place` counts from 0 in each group, so that the entries stay valid in a model that is sliced between groups.
+`index_in_group` counts from 0 in each group, so that the entries stay valid in a model that is sliced between groups.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ class GroupEntry(LayerEntry):
 
     Attributes:
         group_size: number of layers in the group.
-        place: index of the layer in the group.
+        index_in_group: index of the layer in the group.
         block, sinks, window: see `group_cache`.
     """
 
@@ -30,7 +30,12 @@ class GroupEntry(LayerEntry):
 
     group_size: int
 
-    joined = property(lambda self: self.place > 0)
+    @classmethod
+    def from_entry(cls, entry: Mapping[str, Any]) -> LayerEntry:
+        """Parse an entry; checkpoints of older versions name `index_in_group` place."""
+        return super().from_entry({"index_in_group" if key == "place" else key: entry[key] for key in entry})
+
+    joined = property(lambda self: self.index_in_group > 0)
 
     def cached_shape(self, config: Any) -> tuple[int, int, int]:
         """Return the shape of a token: one head with all keys and values, no further elements."""
@@ -39,7 +44,9 @@ class GroupEntry(LayerEntry):
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the group, and its combination with the other layers."""
-        if self._group(index, entries) != [replace(self._shared(), place=member) for member in range(self.group_size)]:
+        if self._group(index, entries) != [
+            replace(self._shared(), index_in_group=member) for member in range(self.group_size)
+        ]:
             return f"its group must have {self.group_size} adjacent layers with equal entries"
         counts = [getattr(self, name, None) for name in ("rank", "key_rank", "value_rank", "block")]
         if any(count is not None and count < 1 for count in counts):
@@ -56,13 +63,13 @@ class GroupEntry(LayerEntry):
         return None
 
     def _group(self, index: int, entries: Sequence[LayerEntry]) -> list[LayerEntry]:
-        """Return the group's entries, reduced to the settings that must be equal and `place`; empty if out of range."""
-        start = index - self.place
-        group = entries[start : start + self.group_size] if start >= 0 <= self.place else ()
+        """Return the group's entries, reduced to equal settings and `index_in_group`; empty if out of range."""
+        start = index - self.index_in_group
+        group = entries[start : start + self.group_size] if start >= 0 <= self.index_in_group else ()
         return [entry._shared() if isinstance(entry, GroupEntry) else entry for entry in group]
 
     def _shared(self) -> "GroupEntry":
-        """Return the entry with only the settings that must be equal in a group, and `place`."""
+        """Return the entry with only the settings that must be equal in a group, and `index_in_group`."""
         return self
 
 
@@ -77,7 +84,7 @@ class CrossLayerEntry(GroupEntry):
     block: int
     sinks: int
     window: int
-    place: int
+    index_in_group: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +109,7 @@ class SharedLatentEntry(GroupEntry, LatentEntry):
     ranks = ()
     codes: ClassVar[None] = None
 
-    place: int
+    index_in_group: int
     rank: int
     block: int
     sinks: int
@@ -125,7 +132,7 @@ class PromptBasisEntry(GroupEntry):
 
     key_rank: int
     value_rank: int
-    place: int
+    index_in_group: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +152,7 @@ class MergedPairEntry(GroupEntry):
     window: int
     kept: int
     interpolation: float
-    place: int
+    index_in_group: int
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the pair."""

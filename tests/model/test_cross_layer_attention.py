@@ -133,7 +133,7 @@ def test_layers_outside_groups_keep_their_own_cache():
     config = copy.deepcopy(source.config)
     config.num_hidden_layers, config.layer_types = 3, None
     model = SurgeryForCausalLM(
-        SurgeryConfig.from_base(config, [None, {**PAIRS, "place": 0}, {**PAIRS, "place": 1}])
+        SurgeryConfig.from_base(config, [None, {**PAIRS, "index_in_group": 0}, {**PAIRS, "index_in_group": 1}])
     ).eval()
     cache = DynamicCache(config=model.config)
     results = [model(piece, past_key_values=cache).logits for piece in text().split((9, *[1] * 14), dim=1)]
@@ -172,12 +172,12 @@ def test_other_caches_and_prepared_masks_are_refused(model):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([{**STATIC, "place": 0}, None], "its group must have 2 adjacent layers"),
-        ([{**STATIC, "place": 0}, {**STATIC, "place": 1, "rank": 5}], "equal entries"),
-        ([{**STATIC, "place": i, "rank": 0} for i in (0, 1)], "ranks and block"),
-        ([{**STATIC, "place": i, "window": -1} for i in (0, 1)], "must be at least 0"),
-        ([{**PAIRS, "group_size": 1, "place": 0}] * 2, "group_size must be 2"),
-        ([{**STATIC, "group_size": 1, "block": b, "place": 0} for b in (2, 4)], "must have the same block"),
+        ([{**STATIC, "index_in_group": 0}, None], "its group must have 2 adjacent layers"),
+        ([{**STATIC, "index_in_group": 0}, {**STATIC, "index_in_group": 1, "rank": 5}], "equal entries"),
+        ([{**STATIC, "index_in_group": i, "rank": 0} for i in (0, 1)], "ranks and block"),
+        ([{**STATIC, "index_in_group": i, "window": -1} for i in (0, 1)], "must be at least 0"),
+        ([{**PAIRS, "group_size": 1, "index_in_group": 0}] * 2, "group_size must be 2"),
+        ([{**STATIC, "group_size": 1, "block": b, "index_in_group": 0} for b in (2, 4)], "must have the same block"),
     ],
 )
 def test_groups_that_make_no_sense_are_refused(entries, message):
@@ -199,7 +199,7 @@ def shared_latents(family: str, rank: int, **recent) -> tuple[SurgeryForCausalLM
     latent = lossless_model(source)
     recent = {"block": 4, "sinks": 0, "window": 0, **recent}
     entries = [
-        {**entry, "kind": "cross_layer_latent", "group_size": 2, "place": index, "rank": rank, **recent}
+        {**entry, "kind": "cross_layer_latent", "group_size": 2, "index_in_group": index, "rank": rank, **recent}
         for index, entry in enumerate(lossless_config(source).attention_layers)
     ]
     model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries, experts_implementation="eager"))

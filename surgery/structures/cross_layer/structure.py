@@ -252,7 +252,7 @@ def plan_groups(
         if not groups:
             raise SurgeryError("method minicache needs a model of two layers or more", setting="method")
         kept_tokens = round(RETENTION * settings.block)
-        entry = MergedPairEntry(group_size=2, **recent, kept=kept_tokens, interpolation=INTERPOLATION, place=0)
+        entry = MergedPairEntry(group_size=2, **recent, kept=kept_tokens, interpolation=INTERPOLATION, index_in_group=0)
         return groups, (entry,) * len(groups)
     size, layers = settings.group_size, opened.layers
     groups = tuple((first, min(first + size, layers)) for first in range(0, layers, size))
@@ -264,7 +264,7 @@ def plan_groups(
         count = stop - start
         rank = shared_rank((first.kv_width - rotary_width) * count, count, settings, rotary_width * count)
         kind = SharedMLAEntry if latent else CrossLayerEntry
-        entries.append(kind(group_size=count, rank=rank, **recent, place=0))
+        entries.append(kind(group_size=count, rank=rank, **recent, index_in_group=0))
     return groups, tuple(entries)
 
 
