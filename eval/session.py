@@ -68,8 +68,8 @@ class Task(Protocol):
         """Evaluate `model` and return JSON-serializable values, per sample if a paired comparison needs them.
 
         A `headline` in the result adds a column to every report: `value`, and optionally `title`, `about` (a longer
-        title with the unit), `better` ("low" or "high") and `share` (true for a value in [0, 1]). With `samples`, one
-        value per sample, the column is also compared with the baseline.
+        title with the unit) and `share` (true for a value in [0, 1]). With `samples`, one value per sample, the column
+        is also compared with the baseline.
 
         `kept` is the return value of `keep` for the baseline, or None if the task has no `keep` or there is no
         baseline.

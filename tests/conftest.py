@@ -123,14 +123,12 @@ def short_decoding():
 
 @pytest.fixture(scope="module")
 def no_pictures():
-    """Pages of reports are without pictures, which take longer than to measure tiny models.
+    """Reports are written without plots, which take longer than to measure tiny models.
 
-    tests/eval/test_report_page.py has pages with pictures, tests/evaluation/test_run.py those of an evaluation.
+    tests/eval/test_report_plots.py draws plots, tests/evaluation/test_run.py those of an evaluation.
     """
-    from surgery.eval.report import page
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "PLOTS", {key: plot._replace(draw=lambda _: None) for key, plot in page.PLOTS.items()})
+        patch.setattr("surgery.evaluation.output.save_plots", lambda *_: {})
         yield
 
 

@@ -24,7 +24,7 @@ from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.file_names import file_name
 from surgery.common.ownership import check_file, inventory, is_own_file, matching, nested, owner
-from surgery.common.pictures import Page
+from surgery.common.pictures import Svg
 from surgery.common.temporary import TemporaryFolder
 from surgery.evaluation.names import name_and_path
 from surgery.evaluation.store import ResultStore
@@ -222,10 +222,10 @@ class TestFiles:
             save_figure(Figure(), tmp_path / "a.jpg")
 
     def test_texts_carry_a_mark(self, tmp_path):
-        path = Page("<html></html>").save(tmp_path / "a.html")
+        path = Svg("<svg></svg>").save(tmp_path / "a.svg")
         with pytest.raises(SurgeryError, match="exists"):
-            Page("<html></html>").save(path)
-        assert Page("<html></html>").save(path, overwrite=True).read_text().startswith("<html></html>")
+            Svg("<svg></svg>").save(path)
+        assert Svg("<svg></svg>").save(path, overwrite=True).read_text().startswith("<svg></svg>")
 
     @pytest.mark.parametrize("name", ["report.md", "report.csv", "report.json"])
     @pytest.mark.parametrize("recorded", [False, True])
@@ -312,7 +312,7 @@ def world(root: Path) -> list[Path]:
     store.put("a" * 32, {})
     store.put("b" * 32, {})
     HeadPattern(torch.eye(2), "made").save(root / "pattern.safetensors")
-    Page("x").save(root / "page.html")
+    Svg("x").save(root / "page.svg")
     Journal(root / ".journal", {}).put({"x": torch.ones(1)})
     (root / "tmp").mkdir()
     return [root, *(path for path in root.rglob("*") if path.is_dir())]
@@ -335,15 +335,15 @@ def runs(root: Path):
     yield lambda: ResultStore.open(root / "eval").clear()
     yield lambda: ResultStore.open(root / "eval").put("a" * 32, {})
     yield lambda: HeadPattern(torch.ones(2, 2), "made").save(root / "pattern.safetensors", overwrite=True)
-    yield lambda: Page("y").save(root / "page.html", overwrite=True)
-    yield lambda: Page("y").save(root / "notes.html", overwrite=True)
+    yield lambda: Svg("y").save(root / "page.svg", overwrite=True)
+    yield lambda: Svg("y").save(root / "notes.svg", overwrite=True)
     yield lambda: Journal(root / ".journal", {"other": 1}, restart=True)
     yield lambda: TokenFile.write(root / "out.healing/trained.run/data/tokens-0123456789abcdef", {}, [[1]])
     yield lambda: write_whole(root / "plan.yaml", "a: 1")
     yield lambda: TemporaryFolder("test").remove()
 
 
-NAMES = ["notes.txt", ".hidden", ".git", "config.json.bak", "surgery-thesis", "surgery-thesis.lock", "notes.html"]
+NAMES = ["notes.txt", ".hidden", ".git", "config.json.bak", "surgery-thesis", "surgery-thesis.lock", "notes.svg"]
 NAMES += ["plan.yaml.partial", "mla-everywhere.yaml", "new", "new.partial", "out.replaced-1", "out.replaced-1x"]
 NAMES += ["report.md", "x.pt.txt", "results", "step-9", "é", "a b", "tokens", "model.bin.txt"]
 

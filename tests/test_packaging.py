@@ -52,9 +52,6 @@ def test_the_wheel_holds_two_packages_and_their_data(built):
         "surgery/configs/mla-everywhere.yaml",
         "surgery/recipes/testbed-report.yaml",
         "surgery/configs/eval.yaml",
-        "surgery/eval/report/page.css",
-        "surgery/eval/report/page.html",
-        "surgery/common/tables/table.html",
         "surgery/model/modeling_surgery.py",
         "surgery_vllm/model.py",
         "surgery/assets/demo-model/model.safetensors",
@@ -67,7 +64,7 @@ def test_the_sdist_has_what_the_wheel_has(built):
     """The wheel was built from it; a wheel of the repository itself holds the same."""
     with tarfile.open(built[0]) as archive:
         values = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "surgery/eval/report/page.css"} <= values
+    assert {"LICENSE", "README.md", "pyproject.toml", "surgery/configs/eval.yaml"} <= values
 
 
 @pytest.mark.slow

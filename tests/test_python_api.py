@@ -13,7 +13,6 @@ from tiny_models import CONFIGS, DEMO, HELD_OUT, SHORT_TEXT, random_model
 from transformers import AutoTokenizer
 
 import surgery
-from surgery.common.pictures import Page
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
 pytestmark = pytest.mark.usefixtures("short_decoding", "no_pictures")
@@ -96,19 +95,19 @@ def test_models_in_memory_are_inspected(in_memory, here):
     assert surgery.inspect(in_memory[0]).kv["bytes_per_token"] == 256 and list(here.iterdir()) == []
 
 
-def test_evaluations_have_rows_a_page_and_plots(in_memory, checkpoints, here):
+def test_evaluations_have_rows_a_text_and_plots(in_memory, checkpoints, here):
     model, tokenizer = in_memory
     merged = surgery.convert(checkpoints("llama"), to="mqa", **{**MERGED, "kv_heads": None})
     result = surgery.evaluate({"merged": merged}, model, tokenizer=tokenizer, progress=False, **SMALL)
     assert [(row.name, row.role) for row in result.rows] == [("model", "baseline"), ("merged", "checkpoint")]
     assert result["merged"].kv_ratio == 0.5 and result["merged"].loss > 0 and result["merged"].recall is None
     assert result.folder is None and list(here.iterdir()) == []
-    assert isinstance(result.page, Page) and "<iframe" in result._repr_html_()
+    assert "- merged: 50.0% of the KV bytes" in result.text == result._repr_markdown_()
     assert "<svg" in result.plot() and result.plot("needle") is None
     with pytest.raises(surgery.SurgeryError, match="did you mean needle"):
         result.plot("needles")
     again = surgery.evaluate([merged], out=here / "report", progress=False, **SMALL)
-    assert (again.folder / "report.html").read_text() == again.page
+    assert (again.folder / "report.md").read_text() == again.text
 
 
 def test_scored_heads_make_a_hybrid(checkpoints, here):
@@ -190,4 +189,4 @@ def test_the_examples_of_the_page_run(here, checkpoints, monkeypatch, builtin):
             block = block.replace('tokens": 1024', 'tokens": 256').replace('length": 256', 'length": 64')
             block = block.replace("length=128, recall_prompts=4", "length=96, recall_prompts=1")
         exec(compile(block, "docs/python.md", "exec"), names)
-    assert {path.name for path in here.iterdir()} == {"smaller", "report.html"}
+    assert {path.name for path in here.iterdir()} == {"smaller", "quality.svg"}

@@ -26,7 +26,7 @@ from surgery.console.verdicts import of_conversion
 from surgery.engines.table import engine_table
 from surgery.eval.report import pareto
 from surgery.eval.report.document import compared_context, compared_share, read_report
-from surgery.eval.report.verdict import by_checkpoint
+from surgery.eval.report.verdict import verdict
 from surgery.healing.heal import Healed
 from surgery.inspection.checks import Check, Checked
 from surgery.inspection.inspect import inspect_checkpoint
@@ -162,9 +162,11 @@ def test_a_recipe_is_listed_without_running(source, tmp_path, monkeypatch, capsy
 
 def test_an_evaluation_is_told_in_words_next_to_its_rivals():
     report = read_report(ROOT / "docs" / "testbed")
-    settings = {line.partition(":")[0]: line for line in by_checkpoint(report)}
+    *lines, last = verdict(report)
+    settings = {line.partition(":")[0]: line for line in lines}
     rows = {row["name"]: row for row in report["rows"]}
-    assert set(settings) == {name for name, row in rows.items() if row["role"] == "checkpoint"}
+    named = {*settings, *last.removesuffix(".").partition(": ")[2].split(", ")}
+    assert named == {name for name, row in rows.items() if row["role"] == "checkpoint"} and len(settings) == 6
     for name, line in settings.items():
         larger = line.partition("; larger, ")[2].partition(",")[0]
         if larger:
@@ -187,9 +189,9 @@ def test_long_windows_are_compared_by_the_bytes_at_their_length():
     mla, rival = rows["mla-4"], rows["kvarn_k4v2_g128"]
     assert compared_context(report) == 8192 and rival["kv"]["ratio"] > mla["kv"]["ratio"]
     assert compared_share(rival, report) < compared_share(mla, report) < mla["kv"]["ratio"]
-    line = next(line for line in by_checkpoint(report) if line.startswith("mla-4: "))
+    line = next(line for line in verdict(report) if line.startswith("mla-4: "))
     assert "no larger, kvarn_k4v2_g128" in line and "8,192" in line
-    drawn = {point.row["name"]: point.x for point in pareto._points(report, "loss", ("results", "loss", "loss"), 1)}
+    drawn = {point.row["name"]: point.x for point in pareto._points(report, "loss")}
     assert drawn["kvarn_k4v2_g128"] == compared_share(rival, report) and drawn["source"] == 1
     del rival["kv"]["by_context"]
     assert compared_share(rival, report) == rival["kv"]["ratio"]

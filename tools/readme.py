@@ -1,4 +1,4 @@
-"""Generate the README's table and picture of SmolLM2, and the pages of all reports.
+"""Generate the README's table and picture of SmolLM2, and the texts and plots of all reports.
 
 Sources are the reports in docs/smollm2/rows and docs/smollm2/rows-8k, which `surgery run recipes/smollm2-rows.yaml`
 writes.
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from surgery.common.human import duration
-from surgery.eval.report import markdown, page, pareto
+from surgery.eval.report import markdown
 from surgery.eval.report.document import read_report
-from surgery.eval.report.style import to_svg
+from surgery.eval.report.figures import save_plots
 from surgery.eval.report.tables import columns
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +25,6 @@ RECALL_REPORT = REPORT.with_name("rows-recall")
 """Recall of 100 prompts."""
 LONG_REPORT = REPORT.with_name("rows-8k")
 """Report of the same rows in windows of 8,192 tokens."""
-PICTURE = REPORT / "quality.svg"
 SHOWN = {
     "kv_bytes_per_token": "KV B/token",
     "kv_ratio": "KV share",
@@ -130,11 +129,10 @@ def with_parts(readme: str, *parts: str) -> str:
 if __name__ == "__main__":
     report, long_report = read_report(REPORT), read_report(LONG_REPORT)
     parts = hook(report, read_report(RECALL_REPORT)), table(report, long_report)
-    PICTURE.write_text(to_svg(pareto.loss(report)), encoding="utf-8")
     readme = with_parts(README.read_text(encoding="utf-8"), *parts)
     README.write_text(readme, encoding="utf-8")
     for folder in (path.parent for path in (ROOT / "docs").rglob("report.json")):
         published = read_report(folder)
-        (folder / "report.html").write_text(page.render(published), encoding="utf-8")
-        (folder / "report.md").write_text(markdown.render(published), encoding="utf-8")
-    print(PICTURE, README, "docs/**/report.html", "docs/**/report.md", sep="\n")
+        plots = save_plots(published, folder)
+        (folder / "report.md").write_text(markdown.render(published, plots), encoding="utf-8")
+    print(README, "docs/**/report.md", "docs/**/*.svg", sep="\n")

@@ -1,16 +1,15 @@
-"""Registry of report plots, and their export as PNG files."""
+"""Registry of report plots, and their export as files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from matplotlib.figure import Figure
 
-from surgery.common.file_names import file_name
 from surgery.eval.report import heat_maps, pareto, plots
-from surgery.eval.report.style import save_png
+from surgery.eval.report.style import save
 from surgery.eval.report.tables import Report
 
 
@@ -27,38 +26,15 @@ PLOTS = {
     "loss-by-position": Plot("Loss by position in the sequence", plots.loss_by_position),
     "needle": Plot("Needles found, by length and depth", heat_maps.needle),
     "ruler": Plot("RULER-style scores, by row and task", heat_maps.ruler),
-    "speed": Plot("Decoded tokens per second against context", plots.speed),
+    "speed": Plot("Tokens per second against context", plots.speed),
     "layer-errors": Plot("Errors of converted checkpoints, by layer", plots.layer_errors),
 }
 
 
-def save_pngs(report: Report, folder: Path, keys: Iterable[str] = tuple(PLOTS)) -> dict[str, Path]:
-    """Write the non-empty plots among `keys` as ``KEY.png``; return the paths by key of `PLOTS`.
+def save_plots(report: Report, folder: Path, kind: Literal["svg", "png"] = "svg") -> dict[str, Path]:
+    """Write the non-empty plots as ``KEY.svg`` or ``KEY.png``; return the paths by key of `PLOTS`.
 
     Raises SurgeryError: a file cannot be written.
     """
-    drawn = {key: PLOTS[key].draw(report) for key in keys}
-    return {key: save_png(figure, folder / f"{key}.png") for key, figure in drawn.items() if figure is not None}
-
-
-def save_needle_png(report: Report, folder: Path) -> dict[str, Path]:
-    """Write the needle heat map of each row that has one as ``needle-NAME.png``; return the paths by row name.
-
-    Characters that are invalid in file names become dashes; if two names then collide, the row's index is appended.
-    Raises SurgeryError: a file cannot be written.
-    """
-    paths: dict[str, Path] = {}
-    for number, row in enumerate(report["rows"]):
-        figure = heat_maps.needle({**report, "rows": [row]})
-        if figure is None:
-            continue
-        first, second = needle_names(row["name"], number)
-        path = folder / (second if folder / first in paths.values() else first)
-        paths[row["name"]] = save_png(figure, path)
-    return paths
-
-
-def needle_names(row: object, number: int) -> tuple[str, str]:
-    """Return the file name of a row's needle heat map, and the name to use if the first one is taken."""
-    name = file_name(row, "row")
-    return f"needle-{name}.png", f"needle-{name}-{number}.png"
+    drawn = {key: plot.draw(report) for key, plot in PLOTS.items()}
+    return {key: save(figure, folder / f"{key}.{kind}") for key, figure in drawn.items() if figure is not None}

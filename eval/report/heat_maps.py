@@ -12,7 +12,7 @@ from surgery.eval.report.tables import Report, ReportRow, dig
 
 COLORS = colormaps["cividis"]  # safe for color vision deficiency and in grayscale
 LIMIT_COLOR = "#d55e00"
-CELL_DARK, CELL_LIGHT = "#101010", "#ffffff"  # text on cells, independent of the page's theme
+CELL_DARK, CELL_LIGHT = "#101010", "#ffffff"  # text on cells
 
 
 @styled
@@ -34,7 +34,7 @@ def needle(report: Report) -> Figure | None:
 
 @styled
 def ruler(report: Report) -> Figure | None:
-    """Plot scores by row and RULER-style task, one panel per length; a star marks old tasks on generated data."""
+    """Plot scores by row and RULER-style task, one panel per length."""
     rows = [row for row in report["rows"] if dig(row, "results", "ruler", "lengths")]
     if not rows:
         return None
@@ -43,13 +43,6 @@ def ruler(report: Report) -> Figure | None:
     tasks = list(
         dict.fromkeys(task for entry in scores.values() for part in entry.values() for task in part.get("tasks") or {})
     )
-    starred = {
-        task
-        for entry in scores.values()
-        for part in entry.values()
-        for task, score in (part.get("tasks") or {}).items()
-        if score.get("generated")
-    }
     panel = 0.27 * len(rows) + 0.45
     figure = Figure(figsize=(WIDTH, panel * len(lengths) + 0.9), layout="constrained")
     for index, length in enumerate(lengths):
@@ -63,8 +56,7 @@ def ruler(report: Report) -> Figure | None:
         ax.set_title(f"{int(length):,} tokens: score, %")
         ax.axvline(len(tasks), color=PAPER, linewidth=3)
         last = index == len(lengths) - 1
-        names = [f"{task} *" if task in starred else task for task in tasks]
-        ax.set_xticks([x + 0.5 for x in range(len(tasks) + 1)], [*map(label, names), "average"] if last else [])
+        ax.set_xticks([x + 0.5 for x in range(len(tasks) + 1)], [*map(label, tasks), "average"] if last else [])
         if last:
             ax.tick_params("x", rotation=30 if len(tasks) > 7 else 0)
             for text in ax.get_xticklabels() if len(tasks) > 7 else []:

@@ -8,13 +8,11 @@ from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
-from surgery.common.human import size
 from surgery.eval.report.axes import change_axis, share_axis
 from surgery.eval.report.document import compared_context, compared_share, is_storage
 from surgery.eval.report.plots import WIDTH
-from surgery.eval.report.style import FAINT, INK, MUTED, REST, Look, label, looks, styled
+from surgery.eval.report.style import INK, MUTED, Look, label, looks, styled
 from surgery.eval.report.tables import Report, ReportRow, bounds, dig
 from surgery.eval.report.verdict import pareto_front
 
@@ -26,8 +24,8 @@ class Point:
     """Row of a report as a point of the plot.
 
     Attributes:
-        x: KV bytes, as a share of the baseline's or absolute.
-        y: quality, as a change from the baseline or absolute.
+        x: KV bytes, as a share of the baseline's.
+        y: quality, as a change from the baseline.
         low, high: 95% interval of y; equal to y without an interval.
     """
 
@@ -41,35 +39,25 @@ class Point:
 
 @styled
 def loss(report: Report) -> Figure | None:
-    """Plot the loss change from the baseline in nats per token, or the loss without one, against the KV share."""
-    points = _points(report, "loss", ("results", "loss", "loss"), scale=1)
-    change = _is_relative(report)
-    title = f"loss, change from {label(report['baseline'])}, nats per token" if change else "loss, nats per token"
-    return _plot(report, points, title, better="low", context=compared_context(report))
+    """Plot the loss change from the baseline in nats per token against the KV share."""
+    points = _points(report, "loss")
+    return _plot(report, points, "loss", "nats per token", better="low", context=compared_context(report))
 
 
 @styled
 def recall(report: Report) -> Figure | None:
-    """Plot the recall change from the baseline in percentage points, or the recall in percent, against the KV share."""
-    points = _points(report, "recall", ("results", "recall", "accuracy"), scale=100)
-    change = _is_relative(report)
-    title = f"recall, change from {label(report['baseline'])}, points" if change else "recall, %"
-    return _plot(report, points, title, better="high")
+    """Plot the recall change from the baseline in percentage points against the KV share."""
+    points = _points(report, "recall", scale=100)
+    return _plot(report, points, "recall", "points", better="high")
 
 
-def _is_relative(report: Report) -> bool:
-    return report.get("baseline") is not None
-
-
-def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) -> list[Point]:
+def _points(report: Report, compared: str, scale: float = 1) -> list[Point]:
     points = []
     for row, look in zip(report["rows"], looks(report), strict=True):
-        x = _bytes(row, report, compared)
-        value, change = dig(row, *path), dig(row, "comparison", compared) or {}
-        y = value
-        if _is_relative(report):
-            y = 0.0 if row.get("role") == "baseline" else change.get("difference")
-        if is_storage(row) or value is None or y is None or not x or not math.isfinite(y):
+        x = compared_share(row, report) if compared == "loss" else dig(row, "kv", "ratio")
+        change = dig(row, "comparison", compared) or {}
+        y = 0.0 if row.get("role") == "baseline" else change.get("difference")
+        if is_storage(row) or y is None or not x or not math.isfinite(y):
             continue
         ends = bounds(change)
         low, high = ends if ends and all(map(math.isfinite, ends)) else (y, y)
@@ -77,38 +65,26 @@ def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) 
     return points
 
 
-def _bytes(row: ReportRow, report: Report, compared: str) -> float | None:
-    if not _is_relative(report):
-        return dig(row, "kv", "bytes_per_token")
-    return compared_share(row, report) if compared == "loss" else dig(row, "kv", "ratio")
-
-
-def _plot(report: Report, points: list[Point], title: str, better: str, context: int | None = None) -> Figure | None:
+def _plot(
+    report: Report, points: list[Point], quality: str, unit: str, better: str, context: int | None = None
+) -> Figure | None:
     if len(points) < 2:
         return None
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     ax = figure.add_subplot()
     best = [points[i] for i in pareto_front([(p.x, p.y) for p in points], better)]
-    labeled = {id(p) for p in points if p.row.get("role") == "baseline"} | set(map(id, best))
-    ax.plot(
-        [p.x for p in best],
-        [p.y for p in best],
-        color=MUTED,
-        linewidth=1,
-        linestyle=(0, (4, 3)),
-        drawstyle="steps-post",
-        zorder=1,
-        label="no row is better at both",
-    )
     rivals = [p for p in points if p.row.get("role") == HOLLOW]
     rivals = [rivals[i] for i in pareto_front([(p.x, p.y) for p in rivals], better)]
-    if len(rivals) > 1:
-        line = {"color": MUTED, "linewidth": 1, "linestyle": (0, (1, 2)), "drawstyle": "steps-post", "zorder": 1}
-        ax.plot([p.x for p in rivals], [p.y for p in rivals], **line, label="no cheap baseline is better at both")
+    for front, dashes, text in (
+        (best, (4, 3), "no row is better at both"),
+        (rivals, (1, 2), "no cheap baseline is better at both"),
+    ):
+        line = {"color": MUTED, "linewidth": 1, "linestyle": (0, dashes), "drawstyle": "steps-post", "zorder": 1}
+        if front is best or len(front) > 1:
+            ax.plot([p.x for p in front], [p.y for p in front], **line, label=text)
     for point in points:
         # Drawn as an interval, not as an error around y: the interval of a share need not contain the estimate.
-        bar = {"color": point.look.color, "linewidth": 1.4, "zorder": 2, "gid": None if id(point) in labeled else REST}
-        ax.plot([point.x] * 2, [point.low, point.high], **bar)
+        ax.plot([point.x] * 2, [point.low, point.high], color=point.look.color, linewidth=1.4, zorder=2)
         ax.plot(
             [point.x],
             [point.y],
@@ -119,21 +95,15 @@ def _plot(report: Report, points: list[Point], title: str, better: str, context:
             markeredgecolor=point.look.color,
             markeredgewidth=1.6,
             zorder=3,
-            gid=None if id(point) in labeled else FAINT,
         )
-    if _is_relative(report):
-        share_axis(ax, [p.x for p in points])
-        heights = [value for p in points for value in (p.y, p.low, p.high)]
-        change_axis(ax, heights, linear=better == "high")  # shares are bounded
-        where = "" if context is None else f" at {context:,} tokens"
-        ax.set_xlabel(f"KV bytes per token{where}, share of the baseline's")
-    else:
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
-        ax.set_xlabel("KV bytes per token")
-    ax.set_ylabel(title)
+    share_axis(ax, [p.x for p in points])
+    heights = [value for p in points for value in (p.y, p.low, p.high)]
+    change_axis(ax, heights, linear=better == "high")  # shares are bounded
+    where = "" if context is None else f" at {context:,} tokens"
+    ax.set_xlabel(f"KV bytes per token{where}, share of the baseline's")
+    ax.set_ylabel(f"Δ {quality}, {unit}")
     _legend(ax, {p.row.get("role") for p in points}, better)
-    _name_points(figure, ax, points, best, labeled)
+    _name_points(figure, ax, points, best)
     return figure
 
 
@@ -147,20 +117,21 @@ def _legend(ax: Axes, roles: set, better: str) -> None:
     ax.legend(loc=corner, labelcolor=INK, title="bars: 95% intervals", alignment="left")
 
 
-def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point], labeled: set[int]) -> None:
+def _name_points(figure: Figure, ax: Axes, points: list[Point], best: list[Point]) -> None:
     """Label every point, at the one of `LABEL_POSITIONS` that overlaps no label and the fewest markers and lines.
 
-    Points that are always shown come first. A label that would overlap another one at every position is omitted.
+    Points of the baseline and the Pareto front come first. A label without a free position is omitted.
     """
     figure.draw_without_rendering()
     scale = figure.dpi / 72
+    first = {id(p) for p in points if p.row.get("role") == "baseline"} | set(map(id, best))
     marks = {id(p): ax.transData.transform((p.x, p.y)) for p in points}
     boxes_of_marks = [(x - 7, y - 7, x + 7, y + 7) for x, y in marks.values()]
     boxes_of_marks += _steps([marks[id(p)] for p in best])
     label_boxes = [ax.get_legend().get_window_extent().extents]
     frame = ax.get_window_extent().extents
-    for point in sorted(points, key=lambda p: id(p) not in labeled):
-        style = {"fontsize": 8.5, "color": INK, "zorder": 4, "gid": None if id(point) in labeled else REST}
+    for point in sorted(points, key=lambda p: id(p) not in first):
+        style = {"fontsize": 8.5, "color": INK, "zorder": 4}
         text = ax.annotate(label(point.row["name"]), (point.x, point.y), (0, 0), textcoords="offset points", **style)
         extent = text.get_window_extent()
         boxes = {

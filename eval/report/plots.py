@@ -13,11 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from surgery.eval.report.axes import change_axis, context_axis, decades_axis
-from surgery.eval.report.style import INK, REST, Look, label, looks, styled
+from surgery.eval.report.style import INK, Look, label, looks, styled
 from surgery.eval.report.tables import Report, ReportRow, dig
 
 WIDTH = 12.0
-"""Figure width in inches: the page's column at 96 pixels per inch."""
+"""Figure width in inches."""
+
+PHASES = {"decode_tokens_per_second": "Decoding", "prefill_tokens_per_second": "Prefill"}
+
+BEATEN = 0.35
+"""Opacity of the lines of rows that another row beats at both bytes and loss."""
 
 
 @styled
@@ -53,7 +58,7 @@ def loss_by_position(report: Report) -> Figure | None:
 
 @styled
 def speed(report: Report) -> Figure | None:
-    """Plot decoded tokens per second against the context length, one panel per batch size."""
+    """Plot tokens per second against the context length, one panel per phase and batch size."""
     points = [
         (row, look, point)
         for row, look in zip(report["rows"], looks(report), strict=True)
@@ -63,12 +68,18 @@ def speed(report: Report) -> Figure | None:
     if not points:
         return None
     batches = sorted({point["batch"] for *_, point in points})
-    figure, axes = _panels(len(batches), height=3.8)
-    for ax, batch in zip(axes, batches, strict=True):
+    panels = [
+        (key, title, batch)
+        for key, title in PHASES.items()
+        for batch in batches
+        if any(p["batch"] == batch and positive(p.get(key)) for *_, p in points)
+    ]
+    figure, axes = _panels(len(panels), height=3.8)
+    for ax, (key, title, batch) in zip(axes, panels, strict=True):
         for row, look in zip(report["rows"], looks(report), strict=True):
             curve = sorted((p for r, _, p in points if r is row and p["batch"] == batch), key=lambda p: p["context"])
-            _line(ax, [p["context"] for p in curve], [p["decode_tokens_per_second"] for p in curve], row, look)
-        ax.set_title(f"Decoding, batch {batch}")
+            _line(ax, [p["context"] for p in curve], [p.get(key) for p in curve], row, look)
+        ax.set_title(f"{title}, batch {batch}")
         context_axis(ax, [p["context"] for *_, p in points])
         decades_axis(ax, _y_values(ax))
         ax.set_ylabel("tokens per second" if ax is axes[0] else "")
@@ -93,11 +104,6 @@ def layer_errors(report: Report) -> Figure | None:
         panels["Rank"] = lambda layer: layer.get("rank")
     if not panels:
         return None
-
-    def is_hidden(value: Callable[[dict], float | None]) -> bool:
-        return all(look.beaten for _, look, layers in rows if any(positive(value(layer)) for layer in layers))
-
-    panels = dict(sorted(panels.items(), key=lambda each: is_hidden(each[1])))
     figure, axes = _panels(len(panels), height=3.4)
     for ax, (title, value) in zip(axes, panels.items(), strict=True):
         for row, look, layers in rows:
@@ -132,7 +138,7 @@ def _line(ax: Axes, x: Sequence[float], y: Sequence[float | None], row: ReportRo
     if all(map(math.isnan, y)):
         return
     style = {"color": look.color, "linestyle": look.dashes, "marker": look.marker, "markersize": 3.5}
-    ax.plot(x, y, **style, label=label(row["name"]), gid=REST if look.beaten else None)
+    ax.plot(x, y, **style, label=label(row["name"]), alpha=BEATEN if look.beaten else 1)
 
 
 def _y_values(ax: Axes) -> list[float]:
@@ -140,14 +146,11 @@ def _y_values(ax: Axes) -> list[float]:
 
 
 def _with_legend(figure: Figure, axes: list[Axes]) -> Figure:
-    """Add one legend below all panels with the lines of every panel; lines that can be hidden come last."""
+    """Add one legend below all panels with the lines of every panel; beaten rows come last."""
     handles = {text: handle for ax in axes for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    handles = dict(sorted(handles.items(), key=lambda each: each[1].get_gid() == REST))
+    handles = dict(sorted(handles.items(), key=lambda each: each[1].get_alpha() == BEATEN))
     style = {"ncols": 5, "handlelength": 2.6, "labelcolor": INK}
-    legend = figure.legend(handles.values(), handles.keys(), loc="outside lower left", **style)
-    for line, handle, text in zip(handles.values(), legend.legend_handles, legend.get_texts(), strict=True):
-        handle.set_gid(line.get_gid())
-        text.set_gid(line.get_gid())
+    figure.legend(handles.values(), handles.keys(), loc="outside lower left", **style)
     return figure
 
 

@@ -20,7 +20,7 @@ from surgery.eval.report.tables import Report
 from surgery.eval.report.verdict import compared_rows, frontier
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5d6670", "#dfe3e8", "#fefefd"
-"""Colors of text, axes, grid and background; used for nothing else, so that a page can replace them by its theme's."""
+"""Colors of text, axes, grid and background."""
 
 # Okabe and Ito's color-blind safe palette (https://jfly.uni-koeln.de/color/) without black and yellow, and five more
 # distinguishable colors with a contrast of 2.5 to the light and the dark background.
@@ -31,8 +31,6 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = {"baseline": "D", "variant": "s", "checkpoint": "o"}
 LABEL_LENGTH = 40
 SCALES = {"log": "log scale", "symlog": "log scale away from 0"}
-REST, FAINT = "rest", "faint"
-"""Ids of the artists of dominated rows: a page hides them or shows them faintly until they are switched on."""
 
 STYLE = {
     "figure.facecolor": PAPER,
@@ -86,12 +84,6 @@ def styled(draw: Callable[[Report], Figure | None]) -> Callable[[Report], Figure
         with matplotlib.rc_context(_supported_style()):
             figure = draw(report)
         _name_scales(figure.axes if figure is not None else [])
-        for ax in figure.axes if figure is not None else ():
-            if ax.lines and all(line.get_gid() == REST for line in ax.lines):
-                ax.set_gid(REST)  # hidden together with its lines instead of shown empty
-        for kind in (REST, FAINT) if figure is not None else ():
-            for number, artist in enumerate(figure.findobj(lambda each, kind=kind: each.get_gid() == kind)):
-                artist.set_gid(f"{kind}-{number}")  # ids must be unique within an SVG
         return figure
 
     return inner
@@ -140,12 +132,15 @@ def to_svg(figure: Figure) -> str:
     return buffer.getvalue()
 
 
-def save_png(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG with this package's marking and without date or version metadata.
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as SVG, or as PNG with this package's marking, without date or version metadata.
 
     Raises SurgeryError: the file cannot be written.
     """
     try:
+        if path.suffix == ".svg":
+            path.write_text(to_svg(figure), encoding="utf-8")
+            return path
         with matplotlib.rc_context(_supported_style()):
             figure.savefig(path, format="png", dpi=144, metadata=marking("png"))
     except OSError as error:

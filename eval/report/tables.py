@@ -1,16 +1,14 @@
-"""Columns of a report's headline table, shared by terminal, HTML page, Markdown and CSV.
+"""Columns of a report's headline table, shared by terminal, Markdown and wandb.
 
 A report is the plain dict that `surgery eval` writes as JSON. Any part may be missing: tasks that were not run, the
-baseline, a comparison. A column defines the location of its value, its format, and which direction is better.
+baseline, a comparison. A column defines the location of its value and its format.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, Literal
 
 from surgery.common.human import decimal, perplexity, perplexity_text, share, with_perplexity
 from surgery.common.tables.table import NONE, Cell, Column, Table
@@ -30,6 +28,7 @@ class Measure(Column):
         compared: key in the row's `comparison` of this column's difference; None without a comparison.
         is_difference: whether the value is that difference itself, so that only its interval is added.
         is_share: whether the difference is one of shares, shown in percentage points.
+        error: key path in a row of the value's standard error; empty without one.
         on_terminal: whether the narrow table of the terminal includes the column.
     """
 
@@ -37,6 +36,7 @@ class Measure(Column):
     compared: str | None = None
     is_difference: bool = False
     is_share: bool = False
+    error: tuple[str, ...] = ()
     on_terminal: bool = True
 
     def text(self, row: ReportRow, report: Report) -> str:
@@ -49,23 +49,14 @@ class Measure(Column):
         return dig(row, "comparison", self.compared) if self.compared else None
 
     def change_texts(self, row: ReportRow) -> tuple[str, ...]:
-        """Format the change and its interval, or only the interval if the value is the change; () if not compared."""
-        change = self.change(row)
+        """Format the change and its interval, or only the interval of a change, or the value's standard error."""
+        change, error = self.change(row), dig(row, *self.error) if self.error else None
+        if isinstance(error, float):
+            return (f"± {error:.4f}",)
         if change is None:
             return ()
-        form = signed_points if self.is_share or self.compared in SHARES else signed
+        form = signed_points if self.is_share else signed
         return (() if self.is_difference else (form(change["difference"]),)) + interval(change, form)
-
-    def verdict(self, row: ReportRow) -> Literal["better", "worse"] | None:
-        """Return "better" or "worse" by the sign of the change's interval; None if the interval contains zero."""
-        ends = bounds(self.change(row) or {})
-        if ends is None or self.better is None or ends[0] <= 0 <= ends[1]:
-            return None
-        return "better" if (ends[0] > 0) == (self.better == "high") else "worse"
-
-
-SHARES = frozenset({"recall", "needle", "ruler"})
-"""Comparisons of values in [0, 1]; the other comparisons are in nats."""
 
 
 def columns(report: Report) -> list[Measure]:
@@ -81,29 +72,27 @@ def by_bytes(report: Report) -> Report:
     return {**report, "rows": rows}
 
 
-def headline(report: Report, *, narrow: bool = False, name: Callable[[ReportRow], Any] = itemgetter("name")) -> Table:
-    """Build the headline table, the first table of every rendering of a report; ``name`` makes a row's first cell.
+def headline(report: Report, *, narrow: bool = False) -> Table:
+    """Build the headline table, the first table of every rendering of a report.
 
     For terminals, narrow: only columns `on_terminal`, and intervals only in columns of differences.
     """
-    every = [column for column in columns(report) if column.key != "name" and (column.on_terminal or not narrow)]
+    every = [column for column in columns(report) if column.on_terminal or not narrow]
     constant = {column.key: text for column in every if (text := _constant(column, report)) is not None}
     measures = [column for column in every if column.key not in constant]
-    rows = []
-    for row in report["rows"]:
-        cells = [
-            Cell(
-                column.value(row, report),
-                column.change_texts(row) if column.is_difference or not narrow else (),
-                column.verdict(row) or "",
-            )
-            for column in measures
-        ]
-        rows.append((name(row), *cells))
+    rows = [
+        (
+            row["name"],
+            *(
+                Cell(column.value(row, report), column.change_texts(row) if column.is_difference or not narrow else ())
+                for column in measures
+            ),
+        )
+        for row in report["rows"]
+    ]
     return Table(
         [Column("", key="name"), *measures],
         rows,
-        "What each row keeps and what that costs",
         [
             *_notes(report, measures),
             *(f"{column.title}: {constant[column.key]}." for column in every if column.key in constant),
@@ -164,70 +153,6 @@ def interval(change: dict[str, float], form: Callable[[float], str] = signed) ->
     return () if ends is None else (f"[{form(ends[0])}, {form(ends[1])}]",)
 
 
-def scalars(row: ReportRow) -> dict[str, float]:
-    """Return all scalar results of a row except the headline: dotted key to unrounded value, in a fixed order.
-
-    Covers text sources, positions, needle lengths, RULER tasks and lengths, lm-eval metrics, and speed by context and
-    batch size.
-    """
-    results = row.get("results") or {}
-    every = (*_loss_scalars(results), *_prompt_scalars(results), *_lm_eval_scalars(row), *_speed_scalars(results))
-    return {key: value for key, value in every if isinstance(value, int | float)}
-
-
-def _loss_scalars(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
-    loss = results.get("loss") or {}
-    yield from _keys("loss", loss, "perplexity", "bits_per_byte")
-    for source, part in (loss.get("by_source") or {}).items():
-        yield from _keys(f"loss.{source}", part, "loss", "bits_per_byte", "tokens")
-    for part in loss.get("by_position") or []:
-        yield f"loss.positions_{part['start']}_{part['end']}", part.get("loss")
-
-
-def _prompt_scalars(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
-    needle = results.get("needle") or {}
-    for length, cells in zip(needle.get("lengths", []), needle.get("grid", []), strict=False):
-        yield f"needle.{length}", sum(cells) / len(cells) if cells else None
-    for length, part in (dig(results, "ruler", "lengths") or {}).items():
-        for task, score in (part.get("tasks") or {}).items():
-            yield f"ruler.{length}.{task}", score.get("score")
-        yield f"ruler.{length}.average", part.get("average")
-
-
-def _lm_eval_scalars(row: ReportRow) -> Iterator[tuple[str, Value]]:
-    for task in lm_eval_tasks(row):
-        for metric, measured in (row["results"][task].get("metrics") or {}).items():
-            yield f"{task}.{metric}", measured.get("value")
-            yield f"{task}.{metric}_stderr", measured.get("stderr")
-
-
-def _speed_scalars(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
-    for part in dig(results, "speed", "points") or []:
-        name = f"speed.{part['context']}.batch_{part['batch']}"
-        yield from _keys(name, part, "prefill_tokens_per_second", "decode_tokens_per_second")
-
-
-def _keys(prefix: str, values: dict[str, Any], *keys: str) -> Iterator[tuple[str, Value]]:
-    yield from ((f"{prefix}.{key}", values.get(key)) for key in keys)
-
-
-def lm_eval_tasks(row: ReportRow) -> list[str]:
-    """Return the keys of a row's lm-eval results."""
-    return [key for key in row.get("results") or {} if key.startswith("lm-eval:")]
-
-
-def described(row: ReportRow) -> str:
-    """Describe a row in a few words: ``baseline``, ``mla, fisher, healed``, ``quantized-kv, bits 4, group 32``."""
-    variant, conversion = row.get("variant"), row.get("conversion")
-    if variant:
-        rest = [f"{key.replace('_', ' ')} {value}" for key, value in variant.items() if key != "kind"]
-        return ", ".join([str(variant.get("kind", "variant")), *rest])
-    if conversion:
-        parts = [conversion.get("to"), conversion.get("method"), "healed" if conversion.get("healing") else None]
-        return ", ".join(str(part) for part in parts if part)
-    return str(row.get("role", ""))
-
-
 def _value_at(*path: str) -> Callable[[ReportRow, Report], Value]:
     return lambda row, report: dig(row, *path)
 
@@ -255,7 +180,6 @@ def _share_at(tokens: int) -> Measure:
         f"KV share, {CONTEXTS[tokens]}",
         f"KV bytes at {tokens:,} tokens by formula, relative to the baseline's",
         share,
-        "low",
         key=f"kv_ratio_{CONTEXTS[tokens]}",
         value=lambda row, report: share_at(row, report, tokens),
         on_terminal=False,
@@ -278,7 +202,6 @@ def _loss_at(tokens: int) -> Measure:
         f"Δ loss, {CONTEXTS[tokens]}",
         f"Loss minus the baseline's of the tokens at positions {tokens // 2:,} to {tokens - 1:,}, nats",
         signed,
-        "low",
         key=f"loss_change_{CONTEXTS[tokens]}",
         value=value,
         on_terminal=False,
@@ -286,53 +209,55 @@ def _loss_at(tokens: int) -> Measure:
 
 
 KV_SHARE = Measure(
-    "KV share", "KV bytes relative to the baseline's", share, "low", key="kv_ratio", value=_value_at("kv", "ratio")
+    "KV share", "KV bytes relative to the baseline's", share, key="kv_ratio", value=_value_at("kv", "ratio")
 )
 ALWAYS = frozenset({"kv_bytes_per_token", "kv_ratio", "loss", "perplexity"})
 """Columns that stay in the table even if all rows have the same text."""
 
 # fmt: off
 HEADLINE: tuple[Measure, ...] = (
-    Measure("row", "Name of the row", key="name", value=_value_at("name")),
     Measure("KV B/token", "Bytes of the live KV cache per token at the report's context",
-            lambda value: f"{value:,.0f}", "low", key="kv_bytes_per_token", value=_value_at("kv", "bytes_per_token")),
+            lambda value: f"{value:,.0f}", key="kv_bytes_per_token", value=_value_at("kv", "bytes_per_token")),
     KV_SHARE,
     *map(_share_at, CONTEXTS),
     Measure("in storage", "Stored bytes of the windows' caches relative to full precision; live they are no smaller",
-            share, "low", key="storage_share", value=_value_at("results", "loss", "storage", "share")),
+            share, key="storage_share", value=_value_at("results", "loss", "storage", "share")),
     Measure("KV peak", "Peak KV bytes with the prompt read in one pass, relative to the baseline's",
-            share, "low", key="kv_peak", value=_value_at("kv", "peak_ratio")),
+            share, key="kv_peak", value=_value_at("kv", "peak_ratio")),
     Measure("KV footprint", "Share of the query-key pairs of full causal attention that were computed",
-            share, "low", key="kv_footprint", value=_value_at("kv", "footprint")),
+            share, key="kv_footprint", value=_value_at("kv", "footprint")),
     Measure("loss", "Mean cross-entropy, nats per token",
-            _decimals(4), "low", key="loss", value=_value_at("results", "loss", "loss")),
+            _decimals(4), key="loss", value=_value_at("results", "loss", "loss")),
     Measure("perplexity", "exp of the mean loss",
-            perplexity_text, "low", key="perplexity", value=_perplexity),
+            perplexity_text, key="perplexity", value=_perplexity),
     Measure("Δ loss", "Loss minus the baseline's on the same tokens, nats per token",
-            signed, "low", key="loss_change", compared="loss", is_difference=True,
+            signed, key="loss_change", compared="loss", is_difference=True,
             value=_value_at("comparison", "loss", "difference")),
     *map(_loss_at, CONTEXTS),
     Measure("cached loss (perplexity)", "Loss of the last tokens, decoded one by one from the cache, nats per token",
-            with_perplexity, "low", key="cached_loss", compared="decoded_loss", on_terminal=False,
+            with_perplexity, key="cached_loss", compared="decoded_loss", on_terminal=False,
             value=_value_at("results", "loss", "cached", "decoded_loss")),
     Measure("KL", "Mean KL divergence KL(baseline ‖ row) of next-token predictions, nats per token",
-            _decimals(4), "low", key="kl", value=_value_at("results", "loss", "divergence", "kl")),
+            _decimals(4), key="kl", value=_value_at("results", "loss", "divergence", "kl")),
     *(Measure(f"KL, p{share}", f"{share}th percentile of the KL divergence over tokens, nats",
-              _decimals(3), "low", key=key, value=_value_at("results", "loss", "divergence", key), on_terminal=False)
+              _decimals(3), key=key, value=_value_at("results", "loss", "divergence", key), on_terminal=False)
       for share, key in (("99", "kl_99"), ("99.9", "kl_99_9"))),
     Measure("top-1", "Share of positions where the row's most likely token is the baseline's",
-            share, "high", key="top1_agreement", value=_value_at("results", "loss", "divergence", "top1_agreement")),
+            share, key="top1_agreement", value=_value_at("results", "loss", "divergence", "top1_agreement")),
     Measure("memorized", "Share of tokens whose baseline loss is below 0.1 nats; they hide damage to attention",
             share, key="memorised", value=_memorized("share"), on_terminal=False),
     Measure("loss, not memorized (perplexity)", "Loss of tokens that the baseline has not memorized, nats per token",
-            with_perplexity, "low", key="loss_of_others", compared="loss_of_others", on_terminal=False,
+            with_perplexity, key="loss_of_others", compared="loss_of_others", on_terminal=False,
             value=_memorized("loss_of_others")),
     Measure("recall", "Share of planted keys returned with all digits right",
-            share, "high", key="recall", value=_value_at("results", "recall", "accuracy"), compared="recall"),
+            share, key="recall", value=_value_at("results", "recall", "accuracy"), compared="recall",
+            is_share=True),
     Measure("needle", "Share of needles found over all lengths and depths",
-            share, "high", key="needle", value=_value_at("results", "needle", "accuracy"), compared="needle"),
+            share, key="needle", value=_value_at("results", "needle", "accuracy"), compared="needle",
+            is_share=True),
     Measure("RULER-style", "Mean score of the RULER-style tasks over all lengths",
-            share, "high", key="ruler", value=_value_at("results", "ruler", "average"), compared="ruler"),
+            share, key="ruler", value=_value_at("results", "ruler", "average"), compared="ruler",
+            is_share=True),
 )
 # fmt: on
 
@@ -341,16 +266,17 @@ def _lm_eval_columns(report: Report) -> list[Measure]:
     """Build a column of the first metric of every lm-eval task."""
     firsts: dict[str, str] = {}
     for row in report["rows"]:
-        for task in lm_eval_tasks(row):
-            for metric in row["results"][task].get("metrics") or {}:
+        for task, result in (row.get("results") or {}).items():
+            for metric in (result.get("metrics") or {}) if task.startswith("lm-eval:") else ():
                 firsts.setdefault(task, metric)
     return [
         Measure(
             f"{task.removeprefix('lm-eval:')} {metric}",
-            f"lm-eval task {task.removeprefix('lm-eval:')}, metric {metric}",
+            f"lm-eval task {task.removeprefix('lm-eval:')}, metric {metric}, ± standard error",
             lambda value: decimal(value, 4) if isinstance(value, int | float) else str(value),
             key=f"{task}.{metric}",
             value=_value_at("results", task, "metrics", metric, "value"),
+            error=("results", task, "metrics", metric, "stderr"),
         )
         for task, metric in firsts.items()
     ]
@@ -369,7 +295,6 @@ def _headline_columns(report: Report) -> list[Measure]:
             column.get("title", name),
             column.get("about", name),
             share if column.get("share") else lambda value: decimal(value, 4),
-            column.get("better"),
             key=name,
             value=_value_at("results", name, "headline", "value"),
             compared=name,

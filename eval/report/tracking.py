@@ -10,12 +10,9 @@ from typing import Any, Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.wandb_service import check_wandb, init_mode
-from surgery.eval.report.figures import save_needle_png, save_pngs
-from surgery.eval.report.page import render
-from surgery.eval.report.page_details import healing_run
-from surgery.eval.report.tables import Report, ReportRow, columns, dig, scalars
+from surgery.eval.report.figures import save_plots
+from surgery.eval.report.tables import Report, ReportRow, columns, dig
 
-PARETO = ("pareto-loss", "pareto-recall")
 NAME_LENGTH = 128
 """Maximum length of run and group names in wandb."""
 
@@ -24,29 +21,23 @@ def log_to_wandb(report: Report, *, project: str, mode: Literal["online", "offli
     """Log each row as one wandb run of job type ``eval``; return its URL, or its folder if offline.
 
     The run config holds the settings, tasks, environment and the row's conversion; the summary holds the headline
-    values, their changes from the baseline and all `tables.scalars`. Converted rows are in the group of their
-    conversion (`surgery.common.lineage`), which the source and its cheap baselines join if there is only one; otherwise
-    their group is the report's title. The config of a row healed in a wandb run has ``healing_run``:
-    ``entity/project/run_id``. The first run contains the report's HTML page. "offline" writes to `folder` only. Raises
-    SurgeryError: wandb is missing or reports an error, or the folder cannot be created.
+    values, their changes from the baseline and all other scalar results. The first run has the plots. Converted rows
+    are in the group of their conversion (`surgery.common.lineage`), which the source and its cheap baselines join if
+    there is only one; otherwise their group is the report's title. The config of a row healed in a wandb run has
+    ``healing_run``: ``entity/project/run_id``. "offline" writes to `folder` only. Raises SurgeryError: wandb is missing
+    or reports an error, or the folder cannot be created.
     """
     check_wandb(mode, "wandb")
     import wandb
 
     locations = []
     with tempfile.TemporaryDirectory() as pictures:
-        needles = save_needle_png(report, Path(pictures))
-        figures = save_pngs(report, Path(pictures), PARETO)
+        plots = save_plots(report, Path(pictures), "png")
         for number, row in enumerate(report["rows"]):
-            images = {f"plots/{name}": path for name, path in figures.items()}
-            if row["name"] in needles:
-                images["needle"] = needles[row["name"]]
             about = {"group": group(row, report), "job_type": "eval", "config": config(row, report)}
             with _logged_run(project, mode, folder, name=row["name"], **about) as run:
-                tables = {name: wandb.Table(columns=heads, data=data) for name, heads, data in _tables(row)}
-                run.log(tables | {name: wandb.Image(str(path)) for name, path in images.items()})
                 if not number:
-                    run.log({"report": wandb.Html(render(report), inject=False)})
+                    run.log({f"plots/{key}": wandb.Image(str(path)) for key, path in plots.items()})
                 run.summary.update(summary(row, report))
                 locations.append(str(Path(run.dir).parent) if run.offline else str(run.url))
     return locations
@@ -91,51 +82,27 @@ def config(row: ReportRow, report: Report) -> dict[str, Any]:
     conversion = row.get("conversion")
     if conversion:
         values["conversion"] = {key: value for key, value in conversion.items() if key != "layers"}
-        if run := healing_run(conversion):
-            values["healing_run"] = run
+        run = dig(conversion, "healing", "wandb") or {}
+        if run.get("run_id"):
+            values["healing_run"] = "/".join(str(run[key]) for key in ("entity", "project", "run_id") if run.get(key))
     return values
 
 
 def summary(row: ReportRow, report: Report) -> dict[str, float]:
-    """Return headline values by column key, ``KEY/change``, ``KEY/low`` and ``KEY/high``, and `tables.scalars`."""
-    values: dict[str, float | str | None] = {}
+    """Return headline values by column key, ``KEY/change``, ``KEY/low`` and ``KEY/high``, and all scalar results."""
+    values: dict[str, float | str | None] = dict(_scalars(row.get("results") or {}))
     for column in columns(report):
-        if column.key == "name":
-            continue
         values[column.key] = column.value(row, report)
         for key, value in (column.change(row) or {}).items():
             if not (column.is_difference and key == "difference"):
                 values[f"{column.key}/{'change' if key == 'difference' else key}"] = value
-    values |= {key.replace(".", "/"): value for key, value in scalars(row).items()}
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _tables(row: ReportRow) -> Iterator[tuple[str, list[str], list[list]]]:
-    """Yield name, column names and lines of every non-empty table of a row."""
-    results = row.get("results") or {}
-    by_position = dig(results, "loss", "by_position") or []
-    ruler = [
-        [int(length), task, score.get("score"), score.get("samples"), bool(score.get("generated"))]
-        for length, part in (dig(results, "ruler", "lengths") or {}).items()
-        for task, score in (part.get("tasks") or {}).items()
-    ]
-    layers = dig(row, "conversion", "layers") or []
-    stages = list(dict.fromkeys(stage for layer in layers for stage in layer.get("measured") or {}))
-    tables = {
-        "loss_by_position": (
-            ["start", "end", "loss", "tokens"],
-            [[part.get(key) for key in ("start", "end", "loss", "tokens")] for part in by_position],
-        ),
-        "ruler_style": (["length", "task", "score", "samples", "generated_data"], ruler),
-        "completions": (
-            ["prompt", "text"],
-            [[one["prompt"], one["text"]] for one in dig(results, "generate", "completions") or []],
-        ),
-        "layers": (
-            ["layer", "rank", *stages],
-            [[x.get("layer"), x.get("rank"), *(dig(x, "measured", stage) for stage in stages)] for x in layers],
-        ),
-    }
-    for name, (heads, data) in tables.items():
-        if data:
-            yield name, heads, data
+def _scalars(values: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers in nested dicts by their path, ``loss/by_source/prose/loss``; lists are left out."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _scalars(value, f"{prefix}/{key}" if prefix else key)
+    elif isinstance(values, int | float):
+        yield prefix, values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surgery.common.human import cost, perplexity, perplexity_text, share
+from surgery.common.human import cost, perplexity, share
 from surgery.eval.report.document import (
     Report,
     ReportRow,
@@ -17,29 +17,15 @@ from surgery.eval.report.document import (
 
 
 def verdict(report: Report) -> list[str]:
-    """Describe bytes and loss of the checkpoint with the lowest loss, and of smaller checkpoints on the Pareto front.
+    """Describe the checkpoints on the Pareto front, lowest loss first, with the cheap baselines closest in KV bytes.
 
-    Empty if no checkpoint was compared with a baseline.
+    A last line names the other checkpoints. Empty if no checkpoint was compared with a baseline.
     """
     compared = compared_rows(report)
-    if not compared:
-        return []
-    best, *smaller = frontier(compared, report)
-    lead = f"Loses least of {len(compared)} checkpoints: " if len(compared) > 1 else ""
-    sentences = [f"{lead}{_sentence(best, report)}"]
-    if smaller:
-        sentences.append(
-            f"Smaller, and beaten by no checkpoint: {'; '.join(_short_clause(row, report) for row in smaller)}."
-        )
-    return sentences
-
-
-def by_checkpoint(report: Report) -> list[str]:
-    """Describe every checkpoint that was compared with a baseline, with the cheap baselines closest in bytes."""
-    return [
-        f"{row['name']}: {_bytes(row, report)} for {cost(_delta(row))}{_rivals(row, report)}"
-        for row in compared_rows(report)
-    ]
+    front = frontier(compared, report)
+    lines = [f"{row['name']}: {_cost(row, report)}{_rivals(row, report)}" for row in front]
+    beaten = [str(row["name"]) for row in compared if not any(row is each for each in front)]
+    return [*lines, *([f"Beaten at bytes and loss: {', '.join(beaten)}."] if beaten else [])]
 
 
 def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
@@ -73,42 +59,11 @@ def pareto_front(points: Sequence[tuple[float, float]], better: str = "low") -> 
     return front
 
 
-def _sentence(row: ReportRow, report: Report) -> str:
-    baseline = baseline_of(report) or {}
-    change = perplexity(_delta(row)) - 1
-    losses = [dig(each, "results", "loss", "loss") for each in (baseline, row)]
-    recalls = [dig(each, "results", "recall", "accuracy") for each in (baseline, row)]
-    parts = [
-        f"{row['name']}, {_bytes(row, report)}",
-        f"perplexity {change:+.1%}" + ("" if None in losses else f" ({_arrow(losses)})"),
-        "" if None in recalls else f"recall {share(recalls[0])} → {share(recalls[1])}{_prompts(row)}",
-    ]
-    rivals = _rivals(row, report).replace("; ", "; rivals next to it in bytes: ", 1)
-    return ", ".join(filter(None, parts)) + rivals + "."
-
-
-def _bytes(row: ReportRow, report: Report) -> str:
-    text = f"{share(compared_share(row, report))} of the KV bytes"
-    if (context := compared_context(report)) is not None:
-        return f"{text} at {context:,} tokens"
-    num_bytes = dig(row, "kv", "bytes_per_token")
-    return text if num_bytes is None else f"{text} ({num_bytes:,.0f} a token)"
-
-
-def _short_clause(row: ReportRow, report: Report) -> str:
-    recall = dig(row, "results", "recall", "accuracy")
-    recall_part = "" if recall is None else f", recall {share(recall)}{_prompts(row)}"
-    change = perplexity(_delta(row)) - 1
-    return f"{row['name']}, {share(compared_share(row, report))}: perplexity {change:+.1%}{recall_part}"
-
-
-def _prompts(row: ReportRow) -> str:
-    count = dig(row, "results", "recall", "prompts")
-    return "" if count is None else f" (n = {count})"
-
-
-def _arrow(losses: Sequence[float]) -> str:
-    return " → ".join(perplexity_text(perplexity(loss)) for loss in losses)
+def _cost(row: ReportRow, report: Report) -> str:
+    recalls = [dig(each, "results", "recall", "accuracy") for each in (baseline_of(report), row)]
+    context = compared_context(report)
+    where = "" if context is None else f" at {context:,} tokens"
+    return f"{share(compared_share(row, report))} of the KV bytes{where} for {cost(_delta(row), tuple(recalls))}"
 
 
 def _rivals(row: ReportRow, report: Report) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
-from surgery.common.pictures import Page, Svg
+from surgery.common.pictures import Svg
 from surgery.common.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of :func:`surgery.evaluate`; notebooks display its page.
+    """Result of :func:`surgery.evaluate`; notebooks display its text.
 
     Attributes:
         rows: results by model, the baseline first, cheap baselines last.
@@ -196,14 +196,14 @@ class Evaluated:
         return next(row for row in self.rows if row.name == name)
 
     @cached_property
-    def page(self) -> Page:
-        """The report as an HTML page with tables and plots."""
-        from surgery.eval.report import page
+    def text(self) -> str:
+        """The report in Markdown, without its plots: verdict and tables."""
+        from surgery.eval.report import markdown
 
-        return Page(page.render(self.report))
+        return markdown.render(self.report)
 
     def plot(self, name: str = "pareto-loss") -> Svg | None:
-        """Return one plot of the page; None if the report has no data for it.
+        """Return one plot; None if the report has no data for it.
 
         Args:
             name: pareto-loss, pareto-recall, loss-by-position, needle, ruler, speed or layer-errors.
@@ -220,8 +220,8 @@ class Evaluated:
         figure = PLOTS[name].draw(self.report)
         return None if figure is None else Svg(to_svg(figure))
 
-    def _repr_html_(self) -> str:
-        return self.page._repr_html_()
+    def _repr_markdown_(self) -> str:
+        return self.text
 
     @classmethod
     def of(cls, report: dict[str, Any], folder: Path | None) -> Evaluated:

@@ -109,7 +109,7 @@ def evaluate(
 
 def compare(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="report.json files, or their folders.")],
-    out: Annotated[Path | None, option("--out", "DIR", "Folder for the merged report, in all formats.")] = None,
+    out: Annotated[Path | None, option("--out", "DIR", "Folder for the merged report.")] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier report.")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -138,10 +138,3 @@ def in_markdown(text: object) -> str:
 def in_code(text: object) -> str:
     """Escape a text for inline code or a code block: one line without backticks."""
     return one_line(text).replace("`", "'")
-
-
-def formats_of(kv_cache: dict | list) -> str:
-    """List the formats in a config's ``kv_cache`` entry, which is one for all layers or a list by layer."""
-    if isinstance(kv_cache, dict):
-        return kv_cache["format"]
-    return f"{', '.join(sorted({entry['format'] if entry else 'exact' for entry in kv_cache}))} by layer"

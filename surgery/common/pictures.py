@@ -1,16 +1,11 @@
-"""Pictures and HTML pages that notebooks display."""
+"""Pictures that notebooks display."""
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import MARK, check_file
-
-PAGE_HEIGHT = 600
-"""Height of a page in a notebook, in pixels; it scrolls."""
-
 
 _MARKED = {"png": "Software", "svg": "Creator", "pdf": "Creator"}
 """Metadata field that names the creator, by picture format."""
@@ -32,7 +27,9 @@ def marking(kind: str) -> dict[str, str]:
     return {_MARKED[kind]: MARK}
 
 
-class _Text(str):
+class Svg(str):
+    """SVG source text that notebooks render as a picture."""
+
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the text to a file; ``overwrite`` replaces a file that this program wrote.
 
@@ -46,16 +43,5 @@ class _Text(str):
             raise SurgeryError.at(path, f"{error.strerror or error}") from None
         return path
 
-
-class Svg(_Text):
-    """SVG source text that notebooks render as a picture."""
-
     def _repr_svg_(self) -> str:
         return str(self)
-
-
-class Page(_Text):
-    """HTML source text of a whole page that notebooks display in an iframe."""
-
-    def _repr_html_(self) -> str:
-        return f'<iframe srcdoc="{html.escape(self)}" width="100%" height="{PAGE_HEIGHT}" frameborder="0"></iframe>'

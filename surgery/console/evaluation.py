@@ -15,7 +15,7 @@ from surgery.console.verdicts import show_next
 def show_evaluation(report: dict, paths: list[Path], *, as_json: bool = False) -> None:
     """Print the report of an evaluation and the paths of its files."""
     from surgery.eval.report.tables import by_bytes, headline
-    from surgery.eval.report.verdict import by_checkpoint
+    from surgery.eval.report.verdict import verdict
 
     if as_json:
         print_json(report)
@@ -29,11 +29,11 @@ def show_evaluation(report: dict, paths: list[Path], *, as_json: bool = False) -
     page.print(f"measured in {settings['dtype']} on {settings['device']}, seed {settings['seed']}")
     for note in table.notes:
         page.print(plain(note), soft_wrap=True)
-    for line in by_checkpoint(report):
+    for line in verdict(report):
         page.print(f"[bold]{plain(line)}[/bold]", soft_wrap=True)
     for path in paths:
-        page.print(plain(path), soft_wrap=True)
-    show_next(page, [f"open {path} in a browser" for path in paths if path.suffix == ".html"][:1])
+        if path.suffix != ".svg":
+            page.print(plain(path), soft_wrap=True)
 
 
 def show_plan(plan, *, as_json: bool = False) -> None:
@@ -69,7 +69,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
     )
     page.print("Memory counts weights and KV cache, without the activations and logits of a batch.")
     reuse = "; existing results are reused" if plan.resumes else ""
-    page.print(f"output: {plain(plan.out)}/: report.html, .json, .csv, .md and results/{reuse}", soft_wrap=True)
+    page.print(f"output: {plain(plan.out)}/: report.md with its plots, report.json and results/{reuse}", soft_wrap=True)
     show_next(page, ["the same command without --dry-run"])
 
 

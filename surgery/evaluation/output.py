@@ -1,45 +1,47 @@
-"""Output of a report in all formats: JSON, CSV, HTML, Markdown, heat maps, wandb."""
+"""Output of a report: JSON, Markdown, plots, wandb."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from surgery.checkpoint.disk import disk_errors, write_whole
 from surgery.common.ownership import matching, remove_owned
-from surgery.eval.report import csv_file, markdown, page, tracking
+from surgery.eval.report import markdown, tracking
 from surgery.eval.report.document import Report
-from surgery.eval.report.figures import needle_names, save_needle_png
+from surgery.eval.report.figures import PLOTS, save_plots
 from surgery.evaluation.store import ResultStore
 
 DOCUMENT = "report.json"
+
+FILES = (DOCUMENT, "report.md", *(f"{key}.svg" for key in PLOTS), "report.html", "report.csv")
+"""Files that a report replaces or removes; those of the last two kinds are of earlier versions."""
 
 PART = ".surgery-report"
 """Temporary folder that holds the files until all of them are written."""
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write report.json, .csv, .html and .md, and a needle heat map for each row that has one; return the paths.
+    """Write report.json, report.md and its plots, and remove other files of an earlier report; return the paths.
 
     Raises SurgeryError: the folder cannot be written, or holds a foreign file with one of these names.
     """
-    check_report_files(folder, [row["name"] for row in report["rows"]])
+    check_report_files(folder)
     part = folder / PART
     with disk_errors(folder):
         _clear(part)  # left by a killed process
         part.mkdir(parents=True, exist_ok=True)
         try:
-            html, text, table, document = (part / f"report.{suffix}" for suffix in ("html", "md", "csv", "json"))
-            write_whole(html, page.render(report))
-            write_whole(text, markdown.render(report))
-            csv_file.write(report, table)
-            pictures = list(save_needle_png(report, part).values())
-            write_whole(document, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+            plots = save_plots(report, part)
+            write_whole(part / "report.md", markdown.render(report, plots))
+            write_whole(part / DOCUMENT, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+            names = [DOCUMENT, "report.md", *(path.name for path in plots.values())]
             # The JSON comes last: if it exists, the other files do too.
-            for path in (*pictures, text, html, table, document):
-                path.replace(folder / path.name)
-            paths = [folder / path.name for path in (document, table, html, text, *pictures)]
+            for name in reversed(names):
+                (part / name).replace(folder / name)
+            for name in set(FILES) - set(names):
+                (folder / name).unlink(missing_ok=True)
+            paths = [folder / name for name in names]
             ResultStore(folder).record_files(paths)  # before `part` is removed, which marks an unfinished report
         finally:
             _clear(part)
@@ -49,17 +51,15 @@ def write_report(report: Report, folder: Path) -> list[Path]:
 def _clear(part: Path) -> None:
     """Remove this program's files from the temporary folder, and the folder once it is empty."""
     if part.is_dir() and not part.is_symlink():
-        remove_owned(part, matching(("report.*", "*.png", ".*.partial")))
+        remove_owned(part, matching(("report.*", "*.svg", ".*.partial")))
 
 
-def check_report_files(folder: Path, rows: Sequence[str]) -> None:
+def check_report_files(folder: Path) -> None:
     """Check that a report replaces only files that this program has written.
 
     Raises SurgeryError: a foreign file would be replaced.
     """
-    names = [f"report.{suffix}" for suffix in ("html", "md", "csv", "json")]
-    names += [name for number, row in enumerate(rows) for name in needle_names(row, number)]
-    ResultStore(folder).check_files(names, DOCUMENT, unfinished=(folder / PART).is_dir())
+    ResultStore(folder).check_files(FILES, DOCUMENT, unfinished=(folder / PART).is_dir())
 
 
 def track(report: Report, folder: Path, project: str, mode: str) -> None:

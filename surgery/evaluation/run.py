@@ -276,7 +276,7 @@ def _opened_store(prepared: Prepared, request: EvaluationRequest, stack: ExitSta
     if request.writes:
         from surgery.evaluation.output import check_report_files  # imports matplotlib
 
-        check_report_files(prepared.out, [row.name for row in prepared.rows])
+        check_report_files(prepared.out)
     return store
 
 

@@ -57,6 +57,6 @@ def head_map(pattern: HeadPattern) -> Figure:
 
 def save_head_map(path: Path, pattern: HeadPattern) -> Path:
     """Write `head_map` as PNG. Raises SurgeryError: the file cannot be written."""
-    from surgery.eval.report.style import save_png
+    from surgery.eval.report.style import save
 
-    return save_png(head_map(pattern), path)
+    return save(head_map(pattern), path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from surgery.calibration.settings import NO_CALIBRATION
-from surgery.common.human import formats_of, in_code, in_markdown, origin
+from surgery.common.human import in_code, in_markdown, origin
 from surgery.common.tables import markdown
 from surgery.common.tables.table import Column, Table
 from surgery.engines.in_transformers import EAGER, EAGERLY, PICTURES
@@ -68,7 +68,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 {markdown.render(before_and_after(kv_bytes, report.ladder, ratio_at=kv.get("ratio_at")))}
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
-{_describe_cache(source, target)}{_describe_quantization(target)}, method
+{_describe_cache(source, target)}{_describe_rows(target)}, method
 `{in_code(target["method"])}`. The KV bytes were measured on live caches.{_kept_matrices(report)}
 
 ```python
@@ -147,10 +147,7 @@ def _source_code(report) -> str:
 
 
 def _describe_cache(source: dict, target: dict) -> str:
-    """Describe the cached content of a token in words."""
-    if "parts" in target:
-        parts = [f"{len(part['layers'])} layers {part['to']}" for part in target["parts"]]
-        return ", ".join([*parts, *([f"{len(target['kept_layers'])} unchanged"] if target["kept_layers"] else [])])
+    """Describe the cached content of a token in words; targets of earlier versions may have none of these entries."""
     if "full_heads" in target:
         extra = f", {target['compensated_heads']} of them with a compensation token" * bool(target["compensated_heads"])
         streaming = target["heads"] - target["full_heads"]
@@ -174,19 +171,12 @@ def _describe_cache(source: dict, target: dict) -> str:
     return f"latent rank {rank}, {rotated} rotary dimensions"
 
 
-def _describe_quantization(target: dict) -> str:
-    """Describe the quantization of the cache in words; empty without quantization."""
-    cache = target.get("kv_cache")
-    if rows := target.get("row_bytes"):
-        first = f"the first {target['first_tokens']} tokens in full precision"
-        return f" in packed rows of {_range(rows)} bytes per token, {first}"
-    if cache is None:
+def _describe_rows(target: dict) -> str:
+    """Describe packed rows in words; empty for other caches."""
+    if not (rows := target.get("row_bytes")):
         return ""
-    if isinstance(cache, list):
-        return f", as {formats_of(cache)}"
-    rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
-    window = f", the last {cache['window']} tokens in full precision" if cache["window"] else ""
-    return f" as {cache['format']} in groups of {cache['group']}{window}{rotation}"
+    first = f"the first {target['first_tokens']} tokens in full precision"
+    return f" in packed rows of {_range(rows)} bytes per token, {first}"
 
 
 def _kept_matrices(report) -> str:

@@ -16,7 +16,7 @@ from surgery.eval.kv_cache import cache_bytes
 from surgery.eval.report import markdown, pareto
 from surgery.eval.report.document import STORED, finish
 from surgery.eval.report.tables import headline
-from surgery.eval.report.verdict import by_checkpoint, compared_rows, verdict
+from surgery.eval.report.verdict import compared_rows, verdict
 from surgery.eval.tasks.loss import LossTask
 from surgery.eval.variants.cache_hook import NoVariant
 from surgery.eval.variants.kvtc_cache import FIRST, PRESETS, RECENT, STEP, KeysAndValues, kvtc_cache, kvtc_spectra
@@ -319,7 +319,7 @@ def test_reports_name_it_storage_and_compare_its_bytes_with_no_live_cache():
     rows, _ = plan_variants(list(PRESETS), None, [], 1024)
     assert [row.name for row in rows] == [f"our reading of {name}, storage" for name in PRESETS]
     report = sample_report()
-    before = verdict(report), by_checkpoint(report), pareto._points(report, "loss", ("results", "loss", "loss"), 1)
+    before = verdict(report), pareto._points(report, "loss")
     rival = next(row for row in report["rows"] if row["name"] == "gqa int8 KV")
     row = {**rival, "name": rows[0].name, "variant": rows[0].variant, "kv": {**rival["kv"]}}
     row["comparison"] = {**rival["comparison"]}
@@ -331,9 +331,9 @@ def test_reports_name_it_storage_and_compare_its_bytes_with_no_live_cache():
     row["kv"]["ratio"] = 0.4
     row["comparison"]["loss"] = {**rival["comparison"]["loss"], "difference": -1.0}
     assert row["name"] not in {each["name"] for each in compared_rows(report, "variant")}
-    after = verdict(report), by_checkpoint(report), pareto._points(report, "loss", ("results", "loss", "loss"), 1)
-    assert before[:2] == after[:2]
-    assert [each.row["name"] for each in before[2]] == [each.row["name"] for each in after[2]]
+    after = verdict(report), pareto._points(report, "loss")
+    assert before[0] == after[0]
+    assert [each.row["name"] for each in before[1]] == [each.row["name"] for each in after[1]]
     table = headline(report)
     column = next(each for each in table.columns if each.key == "storage_share")
     assert column.title == "in storage" and column.text(row, report) == "12.5%"

@@ -9,7 +9,7 @@ from sample_report import LIMIT, sample_report
 from surgery.common.errors import SurgeryError
 from surgery.eval.report import heat_maps, pareto, plots
 from surgery.eval.report.document import read_report
-from surgery.eval.report.figures import PLOTS, save_needle_png, save_pngs
+from surgery.eval.report.figures import PLOTS, save_plots
 from surgery.eval.report.style import label, looks, to_svg
 from surgery.eval.report.verdict import pareto_front
 
@@ -79,17 +79,6 @@ def test_pareto_shows_changes_intervals_and_kinds():
     assert sorted(rivals.get_xdata()) == [0.25, 0.3125, 0.5625] and "no row is better at both" in lines
 
 
-def test_pareto_without_a_baseline_shows_the_values():
-    report = sample_report()
-    report["baseline"] = None
-    for row in report["rows"]:
-        row |= {"role": "checkpoint", "comparison": None}
-    (ax,) = pareto.recall(report).axes
-    heights = {line.get_ydata()[0] for line in ax.lines if len(line.get_xdata()) == 1}
-    assert heights == {100 * row["results"]["recall"]["accuracy"] for row in report["rows"]}
-    assert ax.get_ylabel() == "recall, %"
-
-
 @pytest.mark.parametrize("crowded", [False, True])
 def test_names_of_points_do_not_cover_each_other(crowded):
     report = sample_report()
@@ -119,10 +108,11 @@ def test_needle_panels_have_length_across_depth_down_and_the_limit():
     assert not heat_maps.needle(report).axes[0].lines
 
 
-def test_speed_has_a_panel_a_batch():
+def test_speed_has_a_panel_a_phase_and_batch():
     report = sample_report(rows=2)
-    one, eight = plots.speed(report).axes
-    assert (one.get_title(loc="left"), eight.get_title(loc="left")) == ("Decoding, batch 1", "Decoding, batch 8")
+    titles = [f"{phase}, batch {batch}" for phase in ("Decoding", "Prefill") for batch in (1, 8)]
+    _, eight, *_ = panels = plots.speed(report).axes
+    assert [ax.get_title(loc="left") for ax in panels] == titles
     points = [p for p in report["rows"][1]["results"]["speed"]["points"] if p["batch"] == 8]
     lines = [(line.get_linestyle(), list(line.get_ydata())) for line in eight.lines]
     assert ("-", [p["decode_tokens_per_second"] for p in points]) in lines
@@ -161,15 +151,10 @@ def test_one_look_a_row():
 
 
 @pytest.mark.parametrize("folder", REPORTS, ids=lambda path: path.relative_to(DOCS).as_posix())
-def test_rows_that_are_shown_together_differ_in_color(folder, monkeypatch):
-    monkeypatch.setattr(pareto, "_name_points", lambda *_: None)  # names take longest, and no color
+def test_rows_that_none_beats_differ_in_color(folder):
     report = read_report(folder)
-    together = [[look.color for look in looks(report) if not look.beaten or len(report["rows"]) <= 12]]
-    for figure in filter(None, (pareto.loss(report), pareto.recall(report))):
-        marks = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 1 and not line.get_gid()]
-        together.append([mark.get_markeredgecolor() for mark in marks])
-    for colors in together:
-        assert len(set(colors)) == len(colors) > 1
+    colors = [look.color for look in looks(report) if not look.beaten or len(report["rows"]) <= 12]
+    assert len(set(colors)) == len(colors) > 1
 
 
 def test_labels_are_short_and_printable():
@@ -177,24 +162,13 @@ def test_labels_are_short_and_printable():
     assert len(label("x" * 99)) == 40
 
 
-def test_needle_pictures_one_a_row(tmp_path):
-    report = sample_report(rows=4)
-    report["rows"][1]["name"] = "a/b"
-    report["rows"][2]["name"] = "a\\b"
-    report["rows"][3]["results"].pop("needle")
-    paths = save_needle_png(report, tmp_path)
-    assert list(paths) == ["gqa", "a/b", "a\\b"]
-    assert [path.name for path in paths.values()] == ["needle-gqa.png", "needle-a-b.png", "needle-a-b-2.png"]
-    assert all(path.read_bytes().startswith(PNG) for path in paths.values())
-    (tmp_path / "file").touch()
-    with pytest.raises(SurgeryError, match="cannot write"):
-        save_needle_png(sample_report(rows=1), tmp_path / "file")
-
-
-def test_pictures_of_what_there_is(tmp_path):
+def test_files_of_what_there_is(tmp_path):
     report = sample_report(rows=2)
     for row in report["rows"]:
-        row |= {"results": {"recall": row["results"]["recall"]}, "conversion": None}
-    paths = save_pngs(report, tmp_path)
-    assert list(paths) == ["pareto-recall"]
-    assert paths["pareto-recall"].read_bytes().startswith(PNG)
+        row |= {"results": {"recall": row["results"]["recall"]}, "conversion": None, "comparison": row["comparison"]}
+        row["comparison"] = row["comparison"] and {"recall": row["comparison"]["recall"]}
+    assert save_plots(report, tmp_path) == {"pareto-recall": tmp_path / "pareto-recall.svg"}
+    assert (tmp_path / "pareto-recall.svg").read_text() == to_svg(pareto.recall(report))
+    assert save_plots(report, tmp_path, "png")["pareto-recall"].read_bytes().startswith(PNG)
+    with pytest.raises(SurgeryError, match="cannot write"):
+        save_plots(report, tmp_path / "missing")

@@ -3,15 +3,15 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from sample_report import sample_report
 
 from surgery.common.errors import SurgeryError
+from surgery.eval.report.figures import PLOTS
 from surgery.eval.report.tracking import log_to_wandb
 
-pytestmark = pytest.mark.usefixtures("no_pictures")  # of pages: those that runs hold are drawn
 PICTURE = bytes.fromhex("89504e470d0a1a0a")
 
 
@@ -45,9 +45,7 @@ def fake():
     fake.init = init
     fake.Error = type("Error", (Exception,), {})
     fake.Settings = lambda **settings: settings
-    fake.Table = lambda columns, data: SimpleNamespace(columns=columns, data=data)
     fake.Image = lambda path: Path(path).read_bytes()  # as wandb does, before the file may go away
-    fake.Html = lambda data, inject: data
     return fake
 
 
@@ -83,7 +81,6 @@ def test_a_finished_run_a_row(logged, wandb, report, tmp_path, monkeypatch):
     for run in logged:
         inputs = run.arguments
         assert run.finished and (inputs["project"], inputs["mode"], inputs["job_type"]) == ("p", "offline", "eval")
-        assert run.logged["needle"].startswith(PICTURE)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert log({"rows": [{"name": "x"}]}, tmp_path, mode="online") == ["https://wandb.example/run"]
     assert wandb.runs[-1].arguments["mode"] is None  # online, or as WANDB_MODE says
@@ -91,7 +88,9 @@ def test_a_finished_run_a_row(logged, wandb, report, tmp_path, monkeypatch):
 
 def test_what_a_run_holds(logged, report):
     row, run = report["rows"][1], logged[1]
-    assert run.logged["plots/pareto-loss"].startswith(PICTURE) and run.logged["plots/pareto-recall"].startswith(PICTURE)
+    plots = logged[0].logged
+    assert set(plots) == {f"plots/{key}" for key in PLOTS} and all(each.startswith(PICTURE) for each in plots.values())
+    assert not run.logged
     results, config = row["results"], run.arguments["config"]
     assert config["settings"] == report["settings"] and config["tasks"] == report["tasks"]
     assert config["environment"] == report["environment"] and config["sha256"] == row["sha256"]
@@ -101,13 +100,12 @@ def test_what_a_run_holds(logged, report):
     assert run.summary["loss_change"] == row["comparison"]["loss"]["difference"]
     assert run.summary["loss_change/low"] == row["comparison"]["loss"]["low"]
     assert run.summary["recall/change"] == row["comparison"]["recall"]["difference"]
-    assert run.summary["loss/selectors/loss"] == results["loss"]["by_source"]["selectors"]["loss"]
+    assert run.summary["loss/by_source/selectors/loss"] == results["loss"]["by_source"]["selectors"]["loss"]
     assert None not in run.summary.values() and "name" not in run.summary
-    assert run.logged["loss_by_position"].data[0] == [1, 128, results["loss"]["by_position"][0]["loss"], 3048]
-    assert len(run.logged["ruler_style"].data) == 14 and run.logged["ruler_style"].data[-1][-1] is True
-    assert run.logged["completions"].data[0] == list(results["generate"]["completions"][0].values())
-    assert run.logged["layers"].columns == ["layer", "rank", "rope", "latent"]
-    assert "layers" not in logged[0].logged
+    assert run.summary["lm-eval:python_names/metrics/acc/stderr"] == 0.049
+    assert (
+        run.summary["ruler/lengths/2048/tasks/vt/score"] == results["ruler"]["lengths"]["2048"]["tasks"]["vt"]["score"]
+    )
 
 
 def test_a_row_stands_with_its_conversion_and_names_the_run_that_healed_it(wandb, report, tmp_path):
@@ -123,13 +121,6 @@ def test_a_row_stands_with_its_conversion_and_names_the_run_that_healed_it(wandb
     assert wandb.runs[2].arguments["config"]["healing_run"] == "lab/healing/abc123"
     assert "healing_run" not in wandb.runs[1].arguments["config"]
     assert grouped("mla-1234", "gqa-1234") == [report["title"]] * 2 + ["mla-1234", "gqa-1234"]
-
-
-def test_the_page_is_in_the_first_run_if_its_rows_hold_little_too(logged, wandb, tmp_path):
-    assert logged[0].logged["report"].startswith("<!doctype html>")
-    assert all("report" not in run.logged for run in logged[1:])
-    log({"rows": [{"name": "x"}]}, tmp_path)
-    assert set(wandb.runs[-1].logged) == {"report"} and wandb.runs[-1].arguments["group"] is None
 
 
 def test_refusals(wandb, tmp_path, monkeypatch):
@@ -170,9 +161,7 @@ def test_the_real_thing_offline(tmp_path, monkeypatch, mode):
     assert len(set(result)) == 2
     for number, (folder, row) in enumerate(zip(map(Path, result), report["rows"], strict=True)):
         assert folder.is_relative_to(tmp_path)
-        assert {path.suffix for path in (folder / "files" / "media").rglob("*.*")} == {".json", ".png"} | (
-            set() if number else {".html"}
-        )
+        assert {path.suffix for path in (folder / "files" / "media").rglob("*.*")} == (set() if number else {".png"})
         (file,) = folder.glob("*.wandb")
         files = _once_it_holds(file, row["name"].encode())
         assert repr(row["results"]["loss"]["loss"]).encode() in files

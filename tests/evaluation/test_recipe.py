@@ -70,7 +70,7 @@ def test_later_steps_use_earlier_ones_by_name_and_count_their_own_time(finished,
 def test_reports_are_published(finished):
     _, work, outcome = finished
     published = work.parent / "published"
-    assert {"report.json", "report.csv", "report.html"} <= {path.name for path in published.iterdir()}
+    assert {"report.json", "report.md"} <= {path.name for path in published.iterdir()}
     assert json.loads((published / "report.json").read_text()) == outcome.report
     assert not (published / "results").exists()
 

@@ -54,8 +54,8 @@ def whole(models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_page_with_pictures(whole, request):
-    """The page of the first report has its pictures; those of others would take longer than to measure tiny models."""
+def one_report_with_plots(whole, request):
+    """The first report has its plots; those of others would take longer than to measure tiny models."""
     request.getfixturevalue("no_pictures")
 
 

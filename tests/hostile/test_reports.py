@@ -1,4 +1,4 @@
-"""Reports that nobody meant well with, and what pages, tables and cards make of them."""
+"""Reports that nobody meant well with, and what tables and cards make of them."""
 
 import copy
 import itertools
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sample_report import sample_report
 
 from surgery.console.evaluation import show_evaluation
-from surgery.eval.report import markdown, page
+from surgery.eval.report import markdown
 from surgery.eval.report.document import merge, read_report, undamaged
 from surgery.evaluation.output import write_report
 from surgery.reporting.card import model_card
@@ -21,10 +21,6 @@ from surgery.reporting.front_matter import front_matter, of_source
 from surgery.reporting.report import Report, previous_report
 
 REPORT = sample_report(rows=2)
-# Drawing takes a second a plot: pages are looked at with two of them.
-SHORT = copy.deepcopy(REPORT)
-for row in SHORT["rows"]:
-    row["results"] = {name: row["results"][name] for name in ("loss", "generate")}
 OWN = ('"><img src=x onerror=alert(1)>', "' onload='x", "</style><script>x</script>", "$x$", "a\n\n# b")
 BREAKOUTS = st.sampled_from((*MARKUP, *OUTSIDE, *OWN)) | st.text(alphabet="<>&\"'`|$\n/scriptx =", max_size=20)
 
@@ -68,27 +64,26 @@ def test_bytes(folder, capsys, content):
 
 
 class Elements(HTMLParser):
-    """Names of elements and of their attributes, and links."""
+    """Names of elements."""
 
     def __init__(self):
         super().__init__()
-        self.found, self.links = set(), set()
+        self.found = set()
 
     def handle_starttag(self, tag, attributes):
-        self.found |= {tag, *(f"{tag} {name}" for name, _ in attributes)}
-        self.links |= {value for name, value in attributes if name in ("href", "src")}
+        self.found.add(tag)
 
 
-def elements(html: str) -> Elements:
+def elements(html: str) -> set[str]:
     parser = Elements()
     parser.feed(html)
-    return parser
+    return parser.found
 
 
 def with_texts(value, texts):
     """A report whose free texts are others."""
     free = {"title", "command", "created", "device_name", "platform"}
-    free |= {"path", "prompt", "text", "source_sha256", "method"}
+    free |= {"path", "text", "source_sha256", "method"}
     if isinstance(value, dict):
         return {
             key: next(texts) if key in free and isinstance(inner, str) else with_texts(inner, texts)
@@ -97,29 +92,15 @@ def with_texts(value, texts):
     return [with_texts(inner, texts) for inner in value] if isinstance(value, list) else value
 
 
-@pytest.fixture(scope="module")
-def harmless():
-    return elements(page.render(SHORT))
-
-
-@given(st.lists(BREAKOUTS, min_size=1, max_size=4), BREAKOUTS)
-@cases(1, limit=20)
-def test_pages_escape_every_text(harmless, texts, name):
-    """Whatever texts say, a page has the elements and attributes that it has with harmless ones."""
-    report = with_texts(copy.deepcopy(SHORT), itertools.cycle(texts))
-    report["rows"][1]["name"] = name
-    hostile = elements(page.render(report))
-    assert hostile.found <= harmless.found | {"br"}
-    assert all(link.startswith("#") for link in hostile.links)
-
-
 @given(st.lists(BREAKOUTS, min_size=1, max_size=4), BREAKOUTS)
 @cases(5, limit=2000)
 def test_tables_escape_every_text(texts, name):
     report = with_texts(copy.deepcopy(REPORT), itertools.cycle(texts))
     report["rows"][1]["name"] = name
+    for row in report["rows"]:
+        row["results"]["generate"]["completions"][0]["prompt"] = texts[0]
     lines = markdown.render(report).splitlines()
-    assert not elements("\n".join(line for line in lines if not line.startswith("    "))).found - {"br"}
+    assert not elements("\n".join(line for line in lines if not line.startswith("    "))) - {"br"}
     assert len(lines) == len(markdown.render(REPORT).splitlines())
 
 
@@ -155,7 +136,7 @@ def test_cards_escape_every_text(texts):
     fences = body.split("```")
     assert len(fences) == 3
     outside = [part for text in (fences[0], fences[2]) for part in text.split("`")[::2]]
-    assert not elements("".join(outside)).found
+    assert not elements("".join(outside))
 
 
 ODD = """\

@@ -89,7 +89,7 @@ def _results(rng: random.Random, ratio: float, worse: float, growth: float, *, c
     needle = [[_rate(rng, entries - 0.5 * (n > LIMIT) - 0.1 * (d in (25, 50))) for d in DEPTHS] for n in LENGTHS]
     ruler = {
         str(n): {
-            task: {"score": score, "scores": [score] * 50, "samples": 50, "generated": task.startswith("qa")}
+            task: {"score": score, "scores": [score] * 50, "samples": 50}
             for task in RULER_TASKS
             for score in [max(0.0, entries * rng.uniform(0.2, 0.9) - n / 20_000)]
         }

@@ -1,1 +1,1 @@
-"""Tables that render to terminals, HTML pages, Markdown and CSV files."""
+"""Tables that render to terminals and Markdown."""

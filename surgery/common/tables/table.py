@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +17,6 @@ class Column:
         title: short display title.
         about: explanation of the title, with the unit; empty if the title is clear.
         form: function that formats a value other than None.
-        better: whether low or high values are better; None if neither.
         align: alignment; None: right if all values are numbers.
         key: stable machine-readable name; the title if empty.
     """
@@ -26,22 +24,16 @@ class Column:
     title: str
     about: str = ""
     form: Callable[[Any], str] = str
-    better: Literal["low", "high"] | None = None
     align: Literal["left", "right"] | None = None
     key: str = ""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """An exact value with lines of small print, the color of the row in plots, and a tone.
-
-    The tone is "better", "worse" or "code"; in the first cell of a row, the kind of row.
-    """
+    """A value with lines of small print."""
 
     value: Any
     below: tuple[str, ...] = ()
-    tone: str = ""
-    mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,14 +42,13 @@ class Table:
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
-    caption: str = ""
     notes: Sequence[str] = ()
 
     @classmethod
-    def of(cls, columns: Sequence[str | Column], rows, caption: str = "", notes: Sequence[str] = ()) -> Table:
+    def of(cls, columns: Sequence[str | Column], rows) -> Table:
         """Build a table; a plain title stands for a column with default format."""
         headings = [Column(column) if isinstance(column, str) else column for column in columns]
-        return cls(headings, [tuple(row) for row in rows], caption, notes)
+        return cls(headings, [tuple(row) for row in rows])
 
     def cells(self) -> list[list[Cell]]:
         """Return the rows with all values wrapped as cells."""
@@ -79,11 +70,6 @@ class Table:
             column.align or ("right" if index and _numeric(texts) else "left")
             for index, (column, texts) in enumerate(zip(self.columns, columns, strict=True))
         ]
-
-
-def sort_key(value: Any) -> Any:
-    """Return the sort key of a value; a dash for values that are missing or not finite."""
-    return NONE if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
 def _numeric(texts: Sequence[str]) -> bool:

@@ -30,5 +30,5 @@ class Entropy:
             log_probabilities = model(row[None].to(model.device)).logits.float().log_softmax(-1)
             results.append(float(-(log_probabilities.exp() * log_probabilities).sum(-1).mean()))
         mean = sum(results) / len(results)
-        headline = {"value": mean, "title": "entropy", "about": "of the next token, in nats", "better": "low"}
+        headline = {"value": mean, "title": "entropy", "about": "of the next token, in nats"}
         return {"headline": headline, "samples": results}
