@@ -29,12 +29,6 @@ SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
     "loss_of_others": lambda results: results["loss"]["memorised"]["per_sequence"],
     "recall": lambda results: results["recall"]["hits"],
     "needle": lambda results: results["needle"]["hits"],
-    "ruler": lambda results: [
-        score
-        for length in results["ruler"]["lengths"].values()
-        for task in length["tasks"].values()
-        for score in task["scores"]
-    ],
 }
 
 

@@ -77,8 +77,6 @@ SECTIONS = (
      "Keys are planted in text; the model has to give back all digits of one when it is asked for."),
     ("needles", "Needle in a haystack, % found", ("needle",), (), (),
      "A sentence is hidden at a depth of a text (0%: at its beginning), and the model is asked for it."),
-    ("ruler-style", "RULER-style tasks", ("ruler",), (tables.ruler,), (),
-     "Synthetic tasks of finding, following and counting in long text, after RULER (Hsieh et al. 2024)."),
     ("lm-eval", "lm-evaluation-harness", (), (tables.lm_eval,), (),
      "Tasks of that library, by its own rules."),
     ("throughput", "Speed", ("speed",), (), (tables.speed,), "Tokens a second as measured."),

@@ -94,20 +94,6 @@ def recall(report: Report) -> Table | None:
     return of_rows(report, columns, lines, "Recall of planted keys")
 
 
-def ruler(report: Report) -> Table | None:
-    """Build the table of average RULER-style scores by length, with a note on the heat map's stars."""
-    lengths = {n for row in report["rows"] for n in dig(row, "results", "ruler", "lengths") or {}}
-    lengths = sorted(lengths, key=int)
-    lines = []
-    for row in report["rows"]:
-        if result := dig(row, "results", "ruler"):
-            averages = [dig(result, "lengths", length, "average") for length in lengths]
-            lines.append((row, [*averages, result.get("average")]))
-    columns = [Column(f"{int(length):,} tokens", "", share) for length in lengths]
-    star = "* synthetic data in place of the published set. RULER-style: not comparable with published RULER."
-    return of_rows(report, [*columns, Column("all", "", share)], lines, "Average score", star) if lengths else None
-
-
 def lm_eval(report: Report) -> Table | None:
     """Build the table of all metrics of all lm-eval tasks, with standard errors."""
     lines = []

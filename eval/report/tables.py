@@ -64,7 +64,7 @@ class Measure(Column):
         return "better" if (ends[0] > 0) == (self.better == "high") else "worse"
 
 
-SHARES = frozenset({"recall", "needle", "ruler"})
+SHARES = frozenset({"recall", "needle"})
 """Comparisons of values in [0, 1]; the other comparisons are in nats."""
 
 
@@ -167,8 +167,7 @@ def interval(change: dict[str, float], form: Callable[[float], str] = signed) ->
 def scalars(row: ReportRow) -> dict[str, float]:
     """Return all scalar results of a row except the headline: dotted key to unrounded value, in a fixed order.
 
-    Covers text sources, positions, needle lengths, RULER tasks and lengths, lm-eval metrics, and speed by context and
-    batch size.
+    Covers text sources, positions, needle lengths, lm-eval metrics, and speed by context and batch size.
     """
     results = row.get("results") or {}
     every = (*_loss_scalars(results), *_prompt_scalars(results), *_lm_eval_scalars(row), *_speed_scalars(results))
@@ -188,10 +187,6 @@ def _prompt_scalars(results: dict[str, Any]) -> Iterator[tuple[str, Value]]:
     needle = results.get("needle") or {}
     for length, cells in zip(needle.get("lengths", []), needle.get("grid", []), strict=False):
         yield f"needle.{length}", sum(cells) / len(cells) if cells else None
-    for length, part in (dig(results, "ruler", "lengths") or {}).items():
-        for task, score in (part.get("tasks") or {}).items():
-            yield f"ruler.{length}.{task}", score.get("score")
-        yield f"ruler.{length}.average", part.get("average")
 
 
 def _lm_eval_scalars(row: ReportRow) -> Iterator[tuple[str, Value]]:
@@ -331,8 +326,6 @@ HEADLINE: tuple[Measure, ...] = (
             share, "high", key="recall", value=_value_at("results", "recall", "accuracy"), compared="recall"),
     Measure("needle", "Share of needles found over all lengths and depths",
             share, "high", key="needle", value=_value_at("results", "needle", "accuracy"), compared="needle"),
-    Measure("RULER-style", "Mean score of the RULER-style tasks over all lengths",
-            share, "high", key="ruler", value=_value_at("results", "ruler", "average"), compared="ruler"),
 )
 # fmt: on
 

@@ -114,11 +114,6 @@ def _tables(row: ReportRow) -> Iterator[tuple[str, list[str], list[list]]]:
     """Yield name, column names and lines of every non-empty table of a row."""
     results = row.get("results") or {}
     by_position = dig(results, "loss", "by_position") or []
-    ruler = [
-        [int(length), task, score.get("score"), score.get("samples"), bool(score.get("generated"))]
-        for length, part in (dig(results, "ruler", "lengths") or {}).items()
-        for task, score in (part.get("tasks") or {}).items()
-    ]
     layers = dig(row, "conversion", "layers") or []
     stages = list(dict.fromkeys(stage for layer in layers for stage in layer.get("measured") or {}))
     tables = {
@@ -126,7 +121,6 @@ def _tables(row: ReportRow) -> Iterator[tuple[str, list[str], list[list]]]:
             ["start", "end", "loss", "tokens"],
             [[part.get(key) for key in ("start", "end", "loss", "tokens")] for part in by_position],
         ),
-        "ruler_style": (["length", "task", "score", "samples", "generated_data"], ruler),
         "completions": (
             ["prompt", "text"],
             [[one["prompt"], one["text"]] for one in dig(results, "generate", "completions") or []],

@@ -7,6 +7,7 @@ TUNED = "the best configuration was as fast as the default on an H100: leave it 
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 KL = "use kl, the divergence that every report trained with"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
+RULER = "use RULER of lm-evaluation-harness: --tasks lm-eval:niah_single_1 --needle-lengths 4096"
 
 REMOVED = {
     "gpu": "speed is measured, not predicted: use surgery bench decode",
@@ -33,9 +34,11 @@ REMOVED = {
     "repeat_rows": "its task was removed: use --tasks loss,needle",
     "match_prompts": "its task was removed: use --tasks loss, which reports top-1 agreement with the source",
     "match_tokens": "its task was removed: use --tasks loss, which reports top-1 agreement with the source",
-    "ruler_floor": "choose tasks that the source can solve: --ruler-tasks niah_single_1,vt",
-    "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
-    "ruler_tasks qa_2": "use vt for multi-hop facts",
+    "tasks ruler": RULER,
+    "ruler_lengths": RULER,
+    "ruler_samples": RULER,
+    "ruler_tasks": RULER,
+    "ruler_floor": RULER,
     "quick": "choose what to measure: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
     "tune": TUNED,
     "tuned": TUNED,

@@ -104,7 +104,6 @@ def test_what_a_run_holds(logged, report):
     assert run.summary["loss/selectors/loss"] == results["loss"]["by_source"]["selectors"]["loss"]
     assert None not in run.summary.values() and "name" not in run.summary
     assert run.logged["loss_by_position"].data[0] == [1, 128, results["loss"]["by_position"][0]["loss"], 3048]
-    assert len(run.logged["ruler_style"].data) == 14 and run.logged["ruler_style"].data[-1][-1] is True
     assert run.logged["completions"].data[0] == list(results["generate"]["completions"][0].values())
     assert run.logged["layers"].columns == ["layer", "rank", "rope", "latent"]
     assert "layers" not in logged[0].logged

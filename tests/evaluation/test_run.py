@@ -285,7 +285,6 @@ def test_other_tokenizers_are_refused(models, tmp_path):
         (["no-such-folder"], {}, "no-such-folder"),
         (["{0}"], {"data": "no-such-file.txt"}, "no-such-file"),
         (["{0}"], {"tasks": "needle", "needle_lengths": "20"}, "too small"),
-        (["{0}"], {"tasks": "ruler", "ruler_lengths": "16", "ruler_tasks": "vt"}, "does not fit in 16"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(models, tmp_path, names, settings, message):

@@ -11,9 +11,9 @@ from surgery.evaluation.settings import EvalSettings, Variant
 
 def test_what_settings_mean():
     """Lists may be strings or single values, short windows decode half, and \"all\" is all tasks."""
-    settings = EvalSettings(tasks="loss, needle", needle_lengths=256, ruler_lengths="128,256", batches=[1, 1, 2])
+    settings = EvalSettings(tasks="loss, needle", needle_lengths=256, contexts="128,256", batches=[1, 1, 2])
     assert settings.tasks == ("loss", "needle")
-    assert settings.needle_lengths == (256,) and settings.ruler_lengths == (128, 256) and settings.batches == (1, 2)
+    assert settings.needle_lengths == (256,) and settings.contexts == (128, 256) and settings.batches == (1, 2)
     assert EvalSettings(prompts="a, b").prompts == ("a, b",)
     assert EvalSettings().decoded == 128 and EvalSettings(length=100).decoded == 50
     assert EvalSettings(length=100, decoded=0).decoded == 0
