@@ -37,6 +37,8 @@ LINES |= {
     f"{verb} {name}": [verb, f"--{name.replace('_', '-')}=x"]
     for verb, name in (("convert", "wandb"), ("convert", "wandb_mode"), ("inspect", "calibration"), ("inspect", "plot"))
 }
+VARIANTS = ("mean-pool", "kvtc_8x", "kvtc_16x", "kvtc_32x", "kvtc_64x")
+LINES |= {f"variants {name}": ["eval", "builtin", f"--variants=int8,{name}"] for name in VARIANTS}
 TASKS = ("repeat", "match", "memory", "kernels", "ruler")
 LINES |= {f"tasks {name}": ["eval", "builtin", f"--tasks=loss,{name}"] for name in TASKS}
 LINES |= {f"method {name}": ["heads", "builtin", f"--method={name}"] for name in ("ablation", "attention-area")}
@@ -49,7 +51,6 @@ LINES |= {
     "method procrustes": ["convert", "builtin", "--to", "gqa", "--method", "procrustes"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
-    "variants mean-pool": ["eval", "builtin", "--variants", "int8,mean-pool"],
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
     "attention surgery": ["heal", "builtin", "--attention", "surgery"],
     "launcher zero3": ["heal", "builtin", "--launcher", "zero3"],

@@ -1,4 +1,4 @@
-"""Pareto plots of quality against KV bytes of the live cache; rows of storage are left out."""
+"""Pareto plots of quality against KV bytes of the live cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from surgery.common.human import size
 from surgery.eval.report.axes import change_axis, share_axis
-from surgery.eval.report.document import compared_context, compared_share, is_storage
+from surgery.eval.report.document import compared_context, compared_share
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import FAINT, INK, MUTED, REST, Look, label, looks, styled
 from surgery.eval.report.tables import Report, ReportRow, bounds, dig
@@ -69,7 +69,7 @@ def _points(report: Report, compared: str, path: tuple[str, ...], scale: float) 
         y = value
         if _is_relative(report):
             y = 0.0 if row.get("role") == "baseline" else change.get("difference")
-        if is_storage(row) or value is None or y is None or not x or not math.isfinite(y):
+        if value is None or y is None or not x or not math.isfinite(y):
             continue
         ends = bounds(change)
         low, high = ends if ends and all(map(math.isfinite, ends)) else (y, y)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from surgery.common.human import decimal, perplexity, perplexity_text, share, with_perplexity
 from surgery.common.tables.table import NONE, Cell, Column, Table
-from surgery.eval.report.document import Report, ReportRow, baseline_of, dig, is_storage, share_at
+from surgery.eval.report.document import Report, ReportRow, baseline_of, dig, share_at
 
 Value = float | str | None
 
@@ -126,11 +126,6 @@ def _notes(report: Report, measures: Sequence[Measure]) -> list[str]:
     notes = [f"KV bytes held live at {context:,} tokens, batch 1."] if context else []
     if prompts := sorted({n for row in report["rows"] if (n := dig(row, "results", "recall", "prompts"))}):
         notes.append(f"Recall: n = {', '.join(map(str, prompts))} prompts.")
-    if any(map(is_storage, report["rows"])):
-        notes.append(
-            "Rows of storage decode from a cache in full precision. What is smaller is the share in storage, after "
-            "DEFLATE, so the verdict and the plots of bytes leave these rows out."
-        )
     if not report.get("baseline"):
         notes.append("There is no baseline to compare with.")
     elif any(column.compared for column in measures):
@@ -293,8 +288,6 @@ HEADLINE: tuple[Measure, ...] = (
             lambda value: f"{value:,.0f}", "low", key="kv_bytes_per_token", value=_value_at("kv", "bytes_per_token")),
     KV_SHARE,
     *map(_share_at, CONTEXTS),
-    Measure("in storage", "Stored bytes of the windows' caches relative to full precision; live they are no smaller",
-            share, "low", key="storage_share", value=_value_at("results", "loss", "storage", "share")),
     Measure("KV peak", "Peak KV bytes with the prompt read in one pass, relative to the baseline's",
             share, "low", key="kv_peak", value=_value_at("kv", "peak_ratio")),
     Measure("KV footprint", "Share of the query-key pairs of full causal attention that were computed",

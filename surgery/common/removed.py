@@ -7,6 +7,7 @@ TUNED = "the best configuration was as fast as the default on an H100: leave it 
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 KL = "use kl, the divergence that every report trained with"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
+KVTC = "it stores caches, and the live cache keeps its bytes: use caches that a model decodes from"
 RULER = "use RULER of lm-evaluation-harness: --tasks lm-eval:niah_single_1 --needle-lengths 4096"
 
 REMOVED = {
@@ -29,6 +30,10 @@ REMOVED = {
     "tasks match": "use --tasks loss, which reports top-1 agreement and KL with the source per token",
     "tasks kernels": "use surgery.accelerate, which reports the difference of logits with and without kernels",
     "tasks memory": "use surgery bench decode for peak memory on a GPU; KV bytes are always measured",
+    "variants kvtc_8x": KVTC,
+    "variants kvtc_16x": KVTC,
+    "variants kvtc_32x": KVTC,
+    "variants kvtc_64x": KVTC,
     "variants mean-pool": "use surgery convert --to gqa --method mean-pool, then surgery eval",
     "repeat_lags": "its task was removed: use --tasks loss,needle",
     "repeat_rows": "its task was removed: use --tasks loss,needle",

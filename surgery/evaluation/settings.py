@@ -33,10 +33,6 @@ Variant = Literal[
     "kvarn_k4v2_g128",
     "kvarn_k4v2_g64",
     "oscar_int2",
-    "kvtc_8x",
-    "kvtc_16x",
-    "kvtc_32x",
-    "kvtc_64x",
 ]
 NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
@@ -55,7 +51,7 @@ class EvalSettings(FileSettings):
     variants: tuple[Variant, ...] = setting(
         ("int8", "int4", "int4_per_token_head", "window"),
         "Cheap baselines to measure too: cache formats by the engine's name for them, KIVI's (int8, int4, int3, "
-        "int2), at the checkpoints' KV ratios window, and KVTC's storage (kvtc_8x and so on).",
+        "int2), and at the checkpoints' KV ratios window.",
         metavar="A,B|none",
     )
     limit: int | None = setting(None, "Maximum samples per task, for a quick look; marks the report.", least=1)

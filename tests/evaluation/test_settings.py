@@ -4,7 +4,6 @@ import pytest
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.variants.engine_cache import CALIBRATED, FORMATS
-from surgery.eval.variants.kvtc_cache import PRESETS
 from surgery.evaluation.kinds import DEFAULT
 from surgery.evaluation.settings import EvalSettings, Variant
 
@@ -52,4 +51,4 @@ def test_unknown_settings_of_a_file_are_refused(tmp_path):
 
 def test_every_cache_of_an_engine_can_be_asked_for():
     others = {"int8", "int4", "int3", "int2", "window"}
-    assert set(get_args(Variant)) == {*FORMATS, *CALIBRATED, *PRESETS, *others}
+    assert set(get_args(Variant)) == {*FORMATS, *CALIBRATED, *others}
