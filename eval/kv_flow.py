@@ -48,22 +48,21 @@ def measure_peak(model: PreTrainedModel, prompt: int, steps: int, chunk: int | N
     """
     past, watch = None, UpdateWatch()
     with evaluation_mode(model), watch.updates():
-        for piece in _pieces(model, prompt, steps, chunk):
+        for piece in _pieces(model, prompt, steps, chunk or prompt):
             _, past = forward_with_cache(model, piece, past)
     return watch.peak if watch.held == cache_bytes(past) else None
 
 
 @torch.no_grad()
-def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: int | None = None) -> float | None:
-    """Measure the share of full causal attention's query-key pairs that are visited, with `measure_peak`'s arguments.
+def measure_footprint(model: PreTrainedModel, prompt: int, steps: int) -> float | None:
+    """Measure the share of full causal attention's query-key pairs that are visited, for `measure_peak`'s tokens.
 
     None if the attention of the model cannot be replaced, or the model returns no cache.
     """
     counter, past = EntryCounter(), None
-    pieces = _pieces(model, prompt, steps, chunk)
     try:
         with evaluation_mode(model), tap_attention(model, counter):
-            for piece in pieces:
+            for piece in _pieces(model, prompt, steps, prompt):
                 _, past = forward_with_cache(model, piece, past)
     except SurgeryError:
         return None
@@ -71,8 +70,7 @@ def measure_footprint(model: PreTrainedModel, prompt: int, steps: int, chunk: in
     return counter.entries / full
 
 
-def _pieces(model: PreTrainedModel, prompt: int, steps: int, chunk: int | None) -> list[LongTensor]:
-    chunk = prompt if chunk is None else chunk
+def _pieces(model: PreTrainedModel, prompt: int, steps: int, chunk: int) -> list[LongTensor]:
     tokens = random_tokens(model, 1, prompt + steps)
     return [*tokens[:, :prompt].split(chunk, dim=1), *tokens[:, prompt:].split(1, dim=1)]
 

@@ -1,14 +1,4 @@
-"""Word lists for synthetic tasks: common, short English words, none a substring of another.
-
-Scoring searches the output for the answer as a substring, which must not match inside another word.
-"""
-
-from __future__ import annotations
-
-import random
-from collections.abc import Callable
-
-from surgery.common.errors import SurgeryError
+"""Word lists for synthetic facts: common, short English words. The order is part of tasks and calibration texts."""
 
 _ADJECTIVES = """
 ample amused ancient angry arid austere avid aware awful awkward bald basic bitter bland 
@@ -54,39 +44,4 @@ vacuum valley vampire vanilla velvet violin volcano voyage waffle wagon walnut w
 willow window winter wizard wombat yacht yogurt zebra zeppelin
 """
 
-_VERBS = """
-abandon absorb accuse achieve admire admit adopt advise afford agree amplify announce apologize applaud argue
-arrange arrive assist assume attach attend avoid awaken balance bargain become begin behave believe belong borrow
-breathe bring browse build calculate capture celebrate choose clarify collect combine compare complain confirm connect
-consider consume contain convince create cultivate decide decorate defend deliver deny depend describe deserve detect
-devote differ digest discuss dissolve divide donate educate emerge enjoy enrich escape evolve examine exclude exist
-expand explain export fasten finish follow forbid forget forgive gather generate govern grumble guess happen hesitate
-hurry identify ignore imagine imitate improve include inform inherit inspire install invent invite iterate joke
-justify kneel launch learn linger listen locate maintain manage measure mention migrate multiply navigate neglect
-notice obey observe obtain occupy omit organize overcome participate perceive perform persuade polish ponder postpone
-practice predict prefer prepare pretend prevent proceed produce promise protect publish pursue qualify reach
-recall receive recite recommend recover reduce refuse regret rejoice release remain remember remind repair replace
-require rescue resist resolve respond restore reveal scatter scream search select separate shiver shout sneeze 
-sparkle speak specify stretch struggle stumble succeed suffer suggest support surprise survive swallow teach tolerate
-translate tremble unite utter vanish verify wander weave whisper wonder yawn yearn yell
-"""
-ADJECTIVES, NOUNS, VERBS = (tuple(words.split()) for words in (_ADJECTIVES, _NOUNS, _VERBS))
-
-
-def draw_distinct(rng: random.Random, draw: Callable[[random.Random], str], count: int) -> list[str]:
-    """Draw `count` distinct words; with an equal `rng`, a shorter list is a prefix of a longer one.
-
-    Raises SurgeryError: `draw` has too few distinct results.
-    """
-    words: dict[str, None] = {}
-    for _ in range(20 * count + 1000):
-        if len(words) < count:
-            words[draw(rng)] = None
-    if len(words) == count:
-        return list(words)
-    raise SurgeryError(f"{count} different words are needed and only about {len(words)} exist: use a smaller length")
-
-
-def adjective_noun(rng: random.Random) -> str:
-    """Draw a name like "swift-maple"."""
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())

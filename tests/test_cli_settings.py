@@ -37,7 +37,7 @@ FLAGS = {
     "max-tokens measure no-measure out overwrite processes project recipe seed teacher tracker train "
     "wandb-mode",
     "eval": "allow-pickle baseline batch-size batches config contexts data device domain dtype json length limit "
-    "lm-eval-include needle-lengths num-fewshot out overwrite prompt ruler-lengths seed tasks text-field "
+    "lm-eval-include needle-lengths num-fewshot out overwrite prompt seed tasks text-field "
     "trust-remote-code variants wandb wandb-mode windows",
     "inspect": "allow-pickle json",
 }

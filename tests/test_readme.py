@@ -46,7 +46,7 @@ def rows_of(text: str, heading: str) -> dict[str, list[str]]:
 
 def test_the_table_of_results_is_the_report():
     page = rows_of((ROOT / "docs" / "results.md").read_text(encoding="utf-8"), "# What it costs")
-    output = ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle", "ruler")
+    output = ("kv_bytes_per_token", "kv_ratio", "loss_change", "cached_loss", "recall", "needle")
     report, (_, *result) = table_of_the_report("testbed", output), page.items()
     assert len(result) >= 10
     for name, cells in result:

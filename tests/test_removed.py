@@ -9,11 +9,12 @@ from surgery.planning.plan_file import read_plan
 from surgery.planning.settings import PlanSettings
 
 OBJECTIVES = ("reverse_kl", "jsd", "jsd_beta", "attention", "temperature")
+RULER = ("ruler_floor", "ruler_lengths", "ruler_samples", "ruler_tasks")
 PLAIN = {
     "convert": ("fit_steps", "fit_iterations", "fit_queries", "fit_worth", "log_file", "push_to_hub", "group", "keys"),
     "convert --to mla": ("hadamard", "rope_bits"),
     "convert --to hybrid": ("streaming_bits", "granularity", "heads_multiple"),
-    "eval": ("ruler_floor", "repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes"),
+    "eval": ("repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes", *RULER),
     "heal": ("peak_tflops", "utilization", "orthogonal", "train_patterns", "patience"),
     "heal --dry-run": ("final_learning_rate", "teacher_logits", "teacher_top_k"),
     "plan": ("mixtures", "refine"),
@@ -26,21 +27,20 @@ LINES |= {
     f"{verb} {name}": [verb, f"--{name.replace('_', '-')}=x"]
     for verb, name in (("convert", "wandb"), ("convert", "wandb_mode"), ("inspect", "calibration"), ("inspect", "plot"))
 }
-LINES |= {
-    f"tasks {name}": ["eval", "builtin", f"--tasks=loss,{name}"] for name in ("repeat", "match", "memory", "kernels")
-}
+VARIANTS = ("mean-pool", "kvtc_8x", "kvtc_16x", "kvtc_32x", "kvtc_64x")
+LINES |= {f"variants {name}": ["eval", "builtin", f"--variants=int8,{name}"] for name in VARIANTS}
+TASKS = ("repeat", "match", "memory", "kernels", "ruler")
+LINES |= {f"tasks {name}": ["eval", "builtin", f"--tasks=loss,{name}"] for name in TASKS}
 LINES |= {f"method {name}": ["heads", "builtin", f"--method={name}"] for name in ("ablation", "attention-area")}
 LINES |= {f"bits {bits}": ["convert", "builtin", "--to", "lowrank", f"--bits={bits}"] for bits in (8, 4, 2)}
 LINES |= {f"bits {bits}": ["convert", "builtin", "--to", "quantized", f"--bits={bits}"] for bits in (3, "fp8")}
 LINES |= {f"{to} bits": ["convert", "builtin", "--to", to, "--bits=8"] for to in ("gqa", "mqa", "hybrid")}
 LINES |= {f"objective {name}": ["heal", "builtin", "--config", "{file}"] for name in OBJECTIVES}
-LINES |= {f"ruler_tasks {name}": ["eval", "builtin", "--config", "{file}"] for name in ("qa_1", "qa_2")}
 LINES |= {
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
     "method procrustes": ["convert", "builtin", "--to", "gqa", "--method", "procrustes"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
-    "variants mean-pool": ["eval", "builtin", "--variants", "int8,mean-pool"],
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
     "attention surgery": ["heal", "builtin", "--attention", "surgery"],
     "launcher zero3": ["heal", "builtin", "--launcher", "zero3"],
@@ -61,9 +61,7 @@ LINES |= {
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / "settings.yaml"
-    text = f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n"
-    command, _, removed = name.partition(" ")
-    text = f"objective: {{kl: 1, {removed}: 0.5}}\n" if command == "objective" else text
+    text = f"objective: {{kl: 1, {name.partition(' ')[2]}: 0.5}}\n"
     file.write_text("data: [{source: org/name, stream: true}]\n" if name == "stream" else text)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")

@@ -56,7 +56,7 @@ NAMED_SO = {
         *("eval/session.py", "eval/tasks/", "surgery/structures/"),
     ),
     "held": ("kernels/lowrank_decode/",),  # a keyword of a public operator
-    "asked": ("surgery/planning/", "surgery/structures/", "eval/ruler/niah.py"),  # fields of plans in users' files
+    "asked": ("surgery/planning/", "surgery/structures/"),  # fields of plans in users' files
     "most": ("surgery/common/setting.py", "surgery/model/left_padding.py"),  # pairs with `least`
     "seen": ("surgery/model/",),  # an attribute of cache layers, which count all tokens that came
     "done": ("surgery/common/phase.py", "surgery/common/progress.py"),  # `total` and `done` of a progress bar

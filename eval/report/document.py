@@ -16,9 +16,6 @@ SCHEMA = 1
 # Settings that determine results, in addition to those of each task; reports in which they differ cannot be merged.
 SHARED_SETTINGS = ("seed", "limit", "batch_size", "dtype", "device", "context")
 
-STORED = "stored-cache"
-"""Kind of variants that shrink a cache in storage, while the live cache keeps its bytes."""
-
 Report = dict[str, Any]
 ReportRow = dict[str, Any]
 
@@ -29,12 +26,6 @@ SAMPLES: dict[str, Callable[[dict], Sequence[float]]] = {
     "loss_of_others": lambda results: results["loss"]["memorised"]["per_sequence"],
     "recall": lambda results: results["recall"]["hits"],
     "needle": lambda results: results["needle"]["hits"],
-    "ruler": lambda results: [
-        score
-        for length in results["ruler"]["lengths"].values()
-        for task in length["tasks"].values()
-        for score in task["scores"]
-    ],
 }
 
 
@@ -57,11 +48,6 @@ def compare_with_baseline(row: ReportRow, baseline: ReportRow) -> dict[str, Any]
 def baseline_of(report: Report) -> ReportRow | None:
     """Return the row that the other rows are compared with; None without a baseline."""
     return next((row for row in report["rows"] if row["name"] == report.get("baseline")), None)
-
-
-def is_storage(row: ReportRow) -> bool:
-    """Return whether a row's fewer bytes are those of storage, not of a live cache."""
-    return dig(row, "variant", "kind") == STORED
 
 
 def finish(report: Report) -> Report:

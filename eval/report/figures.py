@@ -25,7 +25,6 @@ PLOTS = {
     "pareto-recall": Plot("Recall against KV bytes", pareto.recall),
     "loss-by-position": Plot("Loss by position in the sequence", plots.loss_by_position),
     "needle": Plot("Needles found, by length and depth", heat_maps.needle),
-    "ruler": Plot("RULER-style scores, by row and task", heat_maps.ruler),
     "speed": Plot("Tokens per second against context", plots.speed),
     "layer-errors": Plot("Errors of converted checkpoints, by layer", plots.layer_errors),
 }

@@ -1,4 +1,4 @@
-"""Heat maps of a report: needle scores by depth and length, RULER-style scores by row and task."""
+"""Heat map of a report: needle scores by depth and length."""
 
 from __future__ import annotations
 
@@ -29,38 +29,6 @@ def needle(report: Report) -> Figure | None:
         _needle_panel(ax, row)
         ax.set_ylabel("depth, %" if index % across == 0 else "")
         ax.set_xlabel("length, tokens" if index + across >= len(rows) else "")
-    return figure
-
-
-@styled
-def ruler(report: Report) -> Figure | None:
-    """Plot scores by row and RULER-style task, one panel per length."""
-    rows = [row for row in report["rows"] if dig(row, "results", "ruler", "lengths")]
-    if not rows:
-        return None
-    scores = {row["name"]: row["results"]["ruler"]["lengths"] for row in rows}
-    lengths = sorted({length for entry in scores.values() for length in entry}, key=int)
-    tasks = list(
-        dict.fromkeys(task for entry in scores.values() for part in entry.values() for task in part.get("tasks") or {})
-    )
-    panel = 0.27 * len(rows) + 0.45
-    figure = Figure(figsize=(WIDTH, panel * len(lengths) + 0.9), layout="constrained")
-    for index, length in enumerate(lengths):
-        ax = figure.add_subplot(len(lengths), 1, index + 1)
-        cells = [
-            [dig(row, "results", "ruler", "lengths", length, "tasks", task, "score") for task in tasks]
-            + [dig(row, "results", "ruler", "lengths", length, "average")]
-            for row in rows
-        ]
-        _draw_cells(ax, cells, [label(row["name"]) for row in rows])
-        ax.set_title(f"{int(length):,} tokens: score, %")
-        ax.axvline(len(tasks), color=PAPER, linewidth=3)
-        last = index == len(lengths) - 1
-        ax.set_xticks([x + 0.5 for x in range(len(tasks) + 1)], [*map(label, tasks), "average"] if last else [])
-        if last:
-            ax.tick_params("x", rotation=30 if len(tasks) > 7 else 0)
-            for text in ax.get_xticklabels() if len(tasks) > 7 else []:
-                text.set(ha="right", rotation_mode="anchor")
     return figure
 
 

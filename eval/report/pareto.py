@@ -1,4 +1,4 @@
-"""Pareto plots of quality against KV bytes of the live cache; rows of storage are left out."""
+"""Pareto plots of quality against KV bytes of the live cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from surgery.eval.report.axes import change_axis, share_axis
-from surgery.eval.report.document import compared_context, compared_share, is_storage
+from surgery.eval.report.document import compared_context, compared_share
 from surgery.eval.report.plots import WIDTH
 from surgery.eval.report.style import INK, MUTED, Look, label, looks, styled
 from surgery.eval.report.tables import Report, ReportRow, bounds, dig
@@ -57,7 +57,7 @@ def _points(report: Report, compared: str, scale: float = 1) -> list[Point]:
         x = compared_share(row, report) if compared == "loss" else dig(row, "kv", "ratio")
         change = dig(row, "comparison", compared) or {}
         y = 0.0 if row.get("role") == "baseline" else change.get("difference")
-        if is_storage(row) or y is None or not x or not math.isfinite(y):
+        if y is None or not x or not math.isfinite(y):
             continue
         ends = bounds(change)
         low, high = ends if ends and all(map(math.isfinite, ends)) else (y, y)

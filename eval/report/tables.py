@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from surgery.common.human import decimal, perplexity, perplexity_text, share, with_perplexity
 from surgery.common.tables.table import NONE, Cell, Column, Table
-from surgery.eval.report.document import Report, ReportRow, baseline_of, dig, is_storage, share_at
+from surgery.eval.report.document import Report, ReportRow, baseline_of, dig, share_at
 
 Value = float | str | None
 
@@ -115,11 +115,6 @@ def _notes(report: Report, measures: Sequence[Measure]) -> list[str]:
     notes = [f"KV bytes held live at {context:,} tokens, batch 1."] if context else []
     if prompts := sorted({n for row in report["rows"] if (n := dig(row, "results", "recall", "prompts"))}):
         notes.append(f"Recall: n = {', '.join(map(str, prompts))} prompts.")
-    if any(map(is_storage, report["rows"])):
-        notes.append(
-            "Rows of storage decode from a cache in full precision. What is smaller is the share in storage, after "
-            "DEFLATE, so the verdict and the plots of bytes leave these rows out."
-        )
     if not report.get("baseline"):
         notes.append("There is no baseline to compare with.")
     elif any(column.compared for column in measures):
@@ -220,8 +215,6 @@ HEADLINE: tuple[Measure, ...] = (
             lambda value: f"{value:,.0f}", key="kv_bytes_per_token", value=_value_at("kv", "bytes_per_token")),
     KV_SHARE,
     *map(_share_at, CONTEXTS),
-    Measure("in storage", "Stored bytes of the windows' caches relative to full precision; live they are no smaller",
-            share, key="storage_share", value=_value_at("results", "loss", "storage", "share")),
     Measure("KV peak", "Peak KV bytes with the prompt read in one pass, relative to the baseline's",
             share, key="kv_peak", value=_value_at("kv", "peak_ratio")),
     Measure("KV footprint", "Share of the query-key pairs of full causal attention that were computed",
@@ -254,9 +247,6 @@ HEADLINE: tuple[Measure, ...] = (
             is_share=True),
     Measure("needle", "Share of needles found over all lengths and depths",
             share, key="needle", value=_value_at("results", "needle", "accuracy"), compared="needle",
-            is_share=True),
-    Measure("RULER-style", "Mean score of the RULER-style tasks over all lengths",
-            share, key="ruler", value=_value_at("results", "ruler", "average"), compared="ruler",
             is_share=True),
 )
 # fmt: on

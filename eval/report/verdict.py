@@ -12,7 +12,6 @@ from surgery.eval.report.document import (
     compared_context,
     compared_share,
     dig,
-    is_storage,
 )
 
 
@@ -34,7 +33,6 @@ def compared_rows(report: Report, role: str = "checkpoint") -> list[ReportRow]:
         row
         for row in report["rows"]
         if row.get("role") == role
-        and not is_storage(row)
         and dig(row, "comparison", "loss", "difference") is not None
         and dig(row, "kv", "ratio") is not None
     ]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
@@ -33,11 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LmHarnessTask:
-    """One task, group or tag of lm-evaluation-harness; None as `num_fewshot` is the task's default."""
+    """One task, group or tag of lm-evaluation-harness; None as `num_fewshot` is the task's default.
+
+    RULER's tasks generate prompts of at most ``lengths`` tokens, 4096 if empty, with the ``tokenizer`` of this name.
+    """
 
     task: str
     include_path: Path | None = None
     num_fewshot: int | None = None
+    tokenizer: str = ""
+    lengths: tuple[int, ...] = ()
     native: ClassVar[bool] = False
 
     @property
@@ -50,70 +55,68 @@ class LmHarnessTask:
 
         Raises SurgeryError: the harness is not installed, the folder does not exist, or there is no such task.
         """
-        identity = task_identity(self.task, self.include_path)
-        return {"task": self.task, "num_fewshot": self.num_fewshot, **identity}
+        _require_harness()
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise SurgeryError(f"{self.name}: the task folder {self.include_path} does not exist")
+        with _quiet():
+            self._task_manager()
+        return {
+            "task": self.task,
+            "num_fewshot": self.num_fewshot,
+            "folder_sha256": None if self.include_path is None else _folder_sha256(self.include_path),
+            "lm_eval": version("lm_eval"),
+        } | ({"lengths": list(self.lengths)} if self.lengths else {})
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
-        """Run the task and return its metrics; see `evaluate`."""
-        return evaluate(model, session, self.task, self.include_path, self.num_fewshot)
+        """Run the task on a loaded model, with the seeds of the harness's command line.
 
+        The model is not moved, cast or modified. Relative paths in a user task's YAML refer to the working directory.
 
-def task_identity(task: str, include_path: Path | None) -> dict[str, Any]:
-    """Return the version of a task without loading its data.
+        Returns on every process `metrics`, a map from name to `value`, `stderr` and `higher_is_better`; those of a
+        group's subtasks are named `subtask/metric` and follow the group's, and a filter other than "none" is part of
+        the name. Then `versions` by task; `n_shot`, None if subtasks differ; `n_samples`, the sum over subtasks; and
+        `lm_eval`, the harness's version. Raises SurgeryError: see `settings`; or the harness failed.
+        """
+        self.settings()
+        return session.processes.from_main(lambda: self._run(model, session))
 
-    `folder_sha256` hashes all files under `include_path`, data and code of user tasks included; `lm_eval` is the
-    version of the harness. Data from the Hub is not included. Raises SurgeryError: the harness is not installed, the
-    folder does not exist, or there is no such task.
-    """
-    _require_harness()
-    if include_path is not None and not include_path.is_dir():
-        raise SurgeryError(f"lm-eval:{task}: the task folder {include_path} does not exist")
-    with _quiet():
-        _task_manager(task, include_path)
-    return {
-        "folder_sha256": None if include_path is None else _folder_sha256(include_path),
-        "lm_eval": version("lm_eval"),
-    }
+    def _run(self, model: PreTrainedModel, session: Session) -> dict[str, Any]:
+        from lm_eval import simple_evaluate
 
+        with _quiet(), evaluation_mode(model), session.progress.phase(self.name, 1, "task") as advance:
+            try:
+                results = simple_evaluate(
+                    model=_harness_model(model, session),
+                    tasks=[self.task],
+                    num_fewshot=self.num_fewshot,
+                    limit=session.limit,
+                    log_samples=False,
+                    task_manager=self._task_manager(),
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the harness and user tasks may raise any exception
+                reason = next(iter(str(error).strip().splitlines()), "")
+                raise SurgeryError(f"{self.name} failed in the harness: {type(error).__name__}: {reason}") from error
+            advance()
+        return _summary(results, self.task)
 
-def evaluate(
-    model: PreTrainedModel, session: Session, task: str, include_path: Path | None, num_fewshot: int | None
-) -> dict[str, Any]:
-    """Run one task, group or tag of the harness on a loaded model, with the seeds of its command line.
-
-    The model is not moved, cast or modified. Relative paths in a user task's YAML refer to the working directory.
-
-    Returns on every process `metrics`, a map from name to `value`, `stderr` and `higher_is_better`; those of a group's
-    subtasks are named `subtask/metric` and follow the group's, and a filter other than "none" is part of the name. Then
-    `versions` by task; `n_shot`, None if subtasks differ; `n_samples`, the sum over subtasks; and `lm_eval`, the
-    harness's version. Raises SurgeryError: see `task_identity`; or the harness failed.
-    """
-    task_identity(task, include_path)
-    return session.processes.from_main(lambda: _evaluate(model, session, task, include_path, num_fewshot))
-
-
-def _evaluate(
-    model: PreTrainedModel, session: Session, task: str, include_path: Path | None, num_fewshot: int | None
-) -> dict[str, Any]:
-    from lm_eval import simple_evaluate
-
-    with _quiet(), evaluation_mode(model), session.progress.phase(f"lm-eval:{task}", 1, "task") as advance:
-        try:
-            results = simple_evaluate(
-                model=_harness_model(model, session),
-                tasks=[task],
-                num_fewshot=num_fewshot,
-                limit=session.limit,
-                log_samples=False,
-                task_manager=_task_manager(task, include_path),
+    def _task_manager(self) -> TaskManager:
+        """Return the harness' task index; a single user task skips its own 14,000, whose index takes seconds."""
+        index = partial(_index, self.include_path, self.tokenizer, self.lengths)
+        if self.include_path is not None:
+            own = index(False)
+            # Groups and tags may contain built-in tasks.
+            if (entry := own.task_index.get(self.task)) is not None and isinstance((entry.cfg or {}).get("task"), str):
+                return own
+        everything = index(True)
+        if self.task not in everything.task_index:
+            where = f" and not in {self.include_path}" if self.include_path is not None else ""
+            raise SurgeryError(
+                f"there is no task {self.task!r} in lm-evaluation-harness {version('lm_eval')}{where}: "
+                "see `lm_eval ls tasks`"
             )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # the harness and user tasks may raise any exception
-            reason = next(iter(str(error).strip().splitlines()), "")
-            raise SurgeryError(f"lm-eval:{task} failed in the harness: {type(error).__name__}: {reason}") from error
-        advance()
-    return _summary(results, task)
+        return everything
 
 
 def _summary(results: dict[str, Any], task: str) -> dict[str, Any]:
@@ -124,6 +127,8 @@ def _summary(results: dict[str, Any], task: str) -> dict[str, Any]:
         for key, value in measured[name].items():
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
+                continue
+            if metric.isdigit() and value == -1:  # RULER's mark of a length without prompts
                 continue
             label = metric if filter_name == "none" else key
             metrics[label if name == task else f"{name}/{label}"] = {
@@ -163,27 +168,14 @@ def _require_harness() -> None:
         ) from None
 
 
-def _task_manager(task: str, include_path: Path | None) -> TaskManager:
-    """Return the harness' task index; a single user task skips the 14,000 built-in ones, whose index takes seconds."""
-    if include_path is not None:
-        own = _index(str(include_path), False)
-        # Groups and tags may contain built-in tasks.
-        if (entry := own.task_index.get(task)) is not None and isinstance((entry.cfg or {}).get("task"), str):
-            return own
-    everything = _index(include_path and str(include_path), True)
-    if task not in everything.task_index:
-        where = f" and not in {include_path}" if include_path is not None else ""
-        raise SurgeryError(
-            f"there is no task {task!r} in lm-evaluation-harness {version('lm_eval')}{where}: see `lm_eval ls tasks`"
-        )
-    return everything
-
-
 @lru_cache
-def _index(include_path: str | None, built_in: bool) -> TaskManager:
+def _index(include_path: Path | None, tokenizer: str, lengths: tuple[int, ...], built_in: bool) -> TaskManager:
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=include_path, include_defaults=built_in)
+    data = {"tokenizer": tokenizer} | ({"max_seq_lengths": list(lengths)} if lengths else {})
+    return TaskManager(
+        include_path=include_path and str(include_path), include_defaults=built_in, metadata=data if tokenizer else None
+    )
 
 
 def _folder_sha256(folder: Path) -> str:

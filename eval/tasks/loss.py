@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -94,7 +94,6 @@ class LossTask:
             def measure(batch: tuple[int, LongTensor]) -> dict[str, np.ndarray]:
                 index, tokens = batch
                 states = reader.states(tokens)[:, :-1]
-                stored = [astuple(each) for each in model.stored_bytes()] if hasattr(model, "stored_bytes") else None
                 if kept is None:
                     values = {"loss": losses_of_states(reader, states, tokens[:, 1:])}
                 else:
@@ -103,15 +102,10 @@ class LossTask:
                     values = dict(zip(("loss", "kl", "same"), compared, strict=True)) | {"baseline": kept.losses[index]}
                 if self.decoded:
                     values["cached"] = losses_through_cache(reader, tokens, self.decoded)
-                if stored is not None:
-                    values["stored"] = torch.tensor(stored)
                 return {name: value.numpy() for name, value in values.items()}
 
             parts = session.processes.map(measure, batches, advance)
-        values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        stored = values.pop("stored", None)
-        storage = {} if stored is None else {"storage": _storage(stored, model.kv_bytes(self.text.tokens.shape[1]))}
-        return self._summary(values) | storage
+        return self._summary({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
     def _batches(self, session: Session) -> list[tuple[int, LongTensor]]:
         return list(enumerate(self.text.first(session.limit).tokens.split(session.batch_size)))
@@ -182,18 +176,6 @@ def _totals(losses: np.ndarray, size: np.ndarray) -> dict[str, Any]:
         "loss": nats / losses.size,
         "tokens": losses.size,
         "bits_per_byte": nats / math.log(2) / bytes_ if bytes_ else None,
-    }
-
-
-def _storage(stored: np.ndarray, full_precision: int) -> dict[str, float]:
-    """Aggregate exact, packed and deflated bytes [N, 3] of sequences whose live caches have `full_precision` bytes."""
-    exact, packed, deflated = stored.mean(axis=0).tolist()
-    return {
-        "exact_bytes": exact,
-        "packed_bytes": packed,
-        "deflated_bytes": deflated,
-        "share": (exact + deflated) / full_precision,
-        "coded_share": deflated / (full_precision - exact) if deflated else None,
     }
 
 

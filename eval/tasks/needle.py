@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -18,13 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.generation import complete
-from surgery.eval.recall import draw_facts
-from surgery.eval.ruler.domain import DOMAINS, Domain, haystack_text
-from surgery.eval.ruler.niah import random_number
-from surgery.eval.ruler.sample import prompts_sha256
+from surgery.eval.recall import FACT, QUESTION, draw_facts
 from surgery.eval.sequences import tokenize
 from surgery.eval.session import Session
-from surgery.eval.word_lists import adjective_noun
+from surgery.eval.word_lists import ADJECTIVES, NOUNS
 
 if TYPE_CHECKING:
     from surgery.evaluation.task_data import TaskData
@@ -40,6 +39,19 @@ NEAR = 0.05
 """Largest shift of a needle to the end of a sentence, line or word, as a share of the haystack."""
 
 
+NEEDLES = {
+    "text": (
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number afterwards.\n",
+        " One of the special magic numbers for {name} is: {value}.",
+        "\nWhat is the special magic number for {name} mentioned in the provided text? "
+        "The special magic number for {name} mentioned in the provided text is",
+    ),
+    "code": ("", FACT, QUESTION),
+}
+"""Start, needle and question of a prompt by domain; for text those of RULER (Hsieh et al., arXiv:2404.06654)."""
+
+
 @dataclass(frozen=True)
 class NeedlePrompt:
     """Prompt with one needle: token ids, starting with bos if the tokenizer has one, and the number expected."""
@@ -49,18 +61,17 @@ class NeedlePrompt:
 
 
 class NeedleHaystack:
-    """Tokenized text around the needles."""
+    """Tokenized text around the needles, of the domain "text" or "code"."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, domain: Domain, text: str) -> None:
-        """Tokenize `text`; raises SurgeryError if it is empty."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, domain: str, text: str) -> None:
         self._tokenizer, self._domain = tokenizer, domain
-        self._blank = domain.split(text).separator
-        self._ids = np.asarray(tokenize(tokenizer, " ".join(text.split()) if self._blank else text))
+        prose = domain == "text"
+        self._ids = np.asarray(tokenize(tokenizer, " ".join(text.split()) if prose else text))
         kinds, kind_of = np.unique(self._ids, return_inverse=True)
         texts = [tokenizer.decode([kind]) for kind in kinds.tolist()]
         # Tokens that start with the space or newline; a needle before them splits no word and no indentation.
-        starts = np.asarray([text.startswith(self._blank or "\n") for text in texts])[kind_of]
-        stops = np.asarray([not self._blank or text.endswith((".", "?", "!")) for text in texts])[kind_of]
+        starts = np.asarray([text.startswith(" " if prose else "\n") for text in texts])[kind_of]
+        stops = np.asarray([not prose or text.endswith((".", "?", "!")) for text in texts])[kind_of]
         between_words = np.roll(starts, -1)
         self._allowed_cuts = (between_words & stops, between_words)
 
@@ -69,11 +80,9 @@ class NeedleHaystack:
 
         Raises SurgeryError: there is no room for a needle and its question.
         """
-        key, value = self._fact(rng)
-        before, after = self._domain.find_one.split("{context}")
-        needle = self._blank + self._domain.needle.format(kind="numbers", key=key, value=value)
+        name, value = self._fact(rng)
         head, fact, question = (
-            tokenize(self._tokenizer, part.format(kind="number", query=key)) for part in (before, needle, after)
+            tokenize(self._tokenizer, part.format(name=name, value=value)) for part in NEEDLES[self._domain]
         )
         if self._tokenizer.bos_token_id is not None:
             head = [self._tokenizer.bos_token_id, *head]
@@ -100,9 +109,9 @@ class NeedleHaystack:
         return cut
 
     def _fact(self, rng: random.Random) -> tuple[str, str]:
-        if self._domain.name == "code":
+        if self._domain == "code":
             return draw_facts(rng, 1)[0]
-        return adjective_noun(rng), random_number(rng, self._domain.digits)
+        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}", str(rng.randint(1_000_000, 9_999_999))
 
 
 def needle_prompts(
@@ -146,7 +155,8 @@ class NeedleTask:
     native: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._text()
+        if self.haystack is not None and not self.haystack.strip():
+            raise SurgeryError("the haystack text is empty: give a text file with some words in it")
 
     def settings(self) -> dict[str, Any]:
         """Return the sizes and the hash of the haystack text."""
@@ -170,7 +180,7 @@ class NeedleTask:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         lengths = list(self.lengths)
         trials = self.trials if session.limit is None else max(1, min(self.trials, session.limit))
-        haystack = NeedleHaystack(session.tokenizer, DOMAINS[self.domain], self._text())
+        haystack = NeedleHaystack(session.tokenizer, self.domain, self._text())
         prompts = [needle_prompts(haystack, length, self.depths, trials, session.seed) for length in lengths]
         hits = [
             _hits(model, session, row, f"needle, {length} tokens") for length, row in zip(lengths, prompts, strict=True)
@@ -185,11 +195,33 @@ class NeedleTask:
             "hits": [hit for row in hits for hit in row],
             "limit": limit,
             "beyond_limit": [length for length in lengths if limit is not None and length > limit],
-            "prompts_sha256": prompts_sha256(prompt.ids for row in prompts for prompt in row),
+            "prompts_sha256": _sha256(prompt.ids for row in prompts for prompt in row),
         }
 
     def _text(self) -> str:
-        return haystack_text(self.haystack)
+        return python_reference() if self.haystack is None else self.haystack
+
+
+@cache
+def python_reference() -> str:
+    """Return the Python language reference that ships with `help()`, as English prose that needs no download.
+
+    About 165 kB of sentences, without headings, grammars and examples; copyright Python Software Foundation. The text
+    differs between minor versions of Python, so results record its hash.
+    """
+    from pydoc_data.topics import topics
+
+    paragraphs = (part for name in sorted(topics) for part in re.split(r"\n\s*\n", topics[name]))
+    prose = (" ".join(re.sub(r"[*`]|(?<=\w-)\s+", "", part).split()) for part in paragraphs if part[:3] != "   ")
+    return "\n".join(dict.fromkeys(part for part in prose if part.endswith((".", "?", "!"))))
+
+
+def _sha256(prompts: Iterable[Sequence[int]]) -> str:
+    """Hash the token ids of prompts in order, as little-endian int64 with -1 after each prompt."""
+    digest = hashlib.sha256()
+    for ids in prompts:
+        digest.update(np.asarray([*ids, -1], dtype="<i8").tobytes())
+    return digest.hexdigest()
 
 
 def _hits(model: PreTrainedModel, session: Session, prompts: list[NeedlePrompt], label: str) -> list[int]:

@@ -206,7 +206,7 @@ class Evaluated:
         """Return one plot; None if the report has no data for it.
 
         Args:
-            name: pareto-loss, pareto-recall, loss-by-position, needle, ruler, speed or layer-errors.
+            name: pareto-loss, pareto-recall, loss-by-position, needle, speed or layer-errors.
 
         Raises:
             SurgeryError: the name is unknown.

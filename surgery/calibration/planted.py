@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from surgery.eval.recall import draw_facts, fact_line, recall_line
 from surgery.eval.sequences import tokenize
-from surgery.eval.word_lists import ADJECTIVES, NOUNS, draw_distinct
+from surgery.eval.word_lists import ADJECTIVES, NOUNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,9 @@ def in_code(rng: random.Random, count: int) -> list[tuple[str, str]]:
 
 def in_prose(rng: random.Random, count: int) -> list[tuple[str, str]]:
     """Draw facts as sentences, each in its own paragraph; the wording differs from recall prompts, which measure."""
-    things = draw_distinct(rng, lambda rng: f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}", count)
+    things: dict[str, None] = {}
+    while len(things) < count:
+        things[f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"] = None
     facts = []
     for thing in things:
         stated, question = rng.choice(SENTENCES)

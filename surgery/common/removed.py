@@ -7,6 +7,8 @@ TUNED = "the best configuration was as fast as the default on an H100: leave it 
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 KL = "use kl, the divergence that every report trained with"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
+KVTC = "it stores caches, and the live cache keeps its bytes: use caches that a model decodes from"
+RULER = "use RULER of lm-evaluation-harness: --tasks lm-eval:niah_single_1 --needle-lengths 4096"
 
 REMOVED = {
     "gpu": "speed is measured, not predicted: use surgery bench decode",
@@ -28,14 +30,20 @@ REMOVED = {
     "tasks match": "use --tasks loss, which reports top-1 agreement and KL with the source per token",
     "tasks kernels": "use surgery.accelerate, which reports the difference of logits with and without kernels",
     "tasks memory": "use surgery bench decode for peak memory on a GPU; KV bytes are always measured",
+    "variants kvtc_8x": KVTC,
+    "variants kvtc_16x": KVTC,
+    "variants kvtc_32x": KVTC,
+    "variants kvtc_64x": KVTC,
     "variants mean-pool": "use surgery convert --to gqa --method mean-pool, then surgery eval",
     "repeat_lags": "its task was removed: use --tasks loss,needle",
     "repeat_rows": "its task was removed: use --tasks loss,needle",
     "match_prompts": "its task was removed: use --tasks loss, which reports top-1 agreement with the source",
     "match_tokens": "its task was removed: use --tasks loss, which reports top-1 agreement with the source",
-    "ruler_floor": "choose tasks that the source can solve: --ruler-tasks niah_single_1,vt",
-    "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
-    "ruler_tasks qa_2": "use vt for multi-hop facts",
+    "tasks ruler": RULER,
+    "ruler_lengths": RULER,
+    "ruler_samples": RULER,
+    "ruler_tasks": RULER,
+    "ruler_floor": RULER,
     "quick": "choose what to measure: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
     "tune": TUNED,
     "tuned": TUNED,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Build = Callable[[TaskData], Task]
 
-DEFAULT = ("loss", "recall", "needle", "ruler", "generate", "speed")
+DEFAULT = ("loss", "recall", "needle", "generate", "speed")
 TASKS: Registry[str | Build] = Registry("tasks", {name: f"surgery.eval.tasks.{name}:build" for name in DEFAULT})
 """Functions that build a task from `TaskData`, or their import paths (module:name).
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +14,10 @@ from surgery.calibration.mixture import build_mixture, shares_of, without_chat
 from surgery.calibration.sequences import SequenceRequest, build_calibration
 from surgery.calibration.text import BUILTIN
 from surgery.common.errors import SurgeryError
-from surgery.eval.report.document import STORED
 from surgery.eval.variants.engine_cache import CALIBRATED, FORMATS, engine_cache
-from surgery.eval.variants.kvtc_cache import PRESETS, kvtc_cache, kvtc_spectra
 from surgery.eval.variants.quantized_kv import quantize_kv
 from surgery.eval.variants.sink_window import sink_window
-from surgery.eval.variants.transform_coding import Spectrum
-from surgery.evaluation.models import Checkpoint, cast
+from surgery.evaluation.models import Checkpoint
 from surgery.model.quantization import BITS
 
 SINKS = 4
@@ -29,9 +25,6 @@ SINKS = 4
 
 CALIBRATION = SequenceRequest(tokens=4096, length=512, recall=0.0, held_out=0)
 """Calibration text of the engines' cache formats that need calibration."""
-
-KVTC_CALIBRATION = SequenceRequest(tokens=24_576, length=2048, recall=0.0, held_out=0)
-"""Calibration text of KVTC, whose principal components span all layers."""
 
 RATIOS = (0.5, 0.25)
 """KV ratios of the variants if there is no checkpoint with a smaller cache to match."""
@@ -59,9 +52,7 @@ class ModelRow:
             return model
         parameters = {name: value for name, value in self.variant.items() if name != "kind"}
         if parameters.get("format") in CALIBRATED:
-            parameters["tokens"] = _calibration(self.checkpoint, CALIBRATION)
-        if self.variant["kind"] == STORED:
-            parameters["spectra"] = _spectra(self.checkpoint, device)
+            parameters["tokens"] = _calibration(self.checkpoint)
         return VARIANTS[self.variant["kind"]](model, **parameters)
 
     def identity(self) -> dict[str, Any]:
@@ -73,25 +64,15 @@ class ModelRow:
         }
 
 
-VARIANTS = {"engine-cache": engine_cache, "quantized-kv": quantize_kv, "sink-window": sink_window, STORED: kvtc_cache}
+VARIANTS = {"engine-cache": engine_cache, "quantized-kv": quantize_kv, "sink-window": sink_window}
 
 
-def _calibration(checkpoint: Checkpoint, request: SequenceRequest) -> LongTensor:
+def _calibration(checkpoint: Checkpoint) -> LongTensor:
     """Build calibration sequences [N, T]: built-in code for code models, else a mixture of prose and code."""
     tokenizer = checkpoint.tokenizer()
     if (shares := shares_of(BUILTIN, tokenizer)) is None:
-        return build_calibration(tokenizer, BUILTIN, request).tokens
-    return build_mixture(tokenizer, without_chat(shares), lambda *_: [], request).tokens
-
-
-@lru_cache(maxsize=1)  # all of KVTC's presets have the same
-def _spectra(checkpoint: Checkpoint, device: torch.device) -> tuple[Spectrum, Spectrum]:
-    """Compute KVTC's spectra of keys and values in float32, on sequences no longer than the model's limit."""
-    limit = checkpoint.reader.config.get("max_position_embeddings") or KVTC_CALIBRATION.length
-    request = replace(KVTC_CALIBRATION, length=min(KVTC_CALIBRATION.length, limit))
-    model = checkpoint.load(device)
-    cast(model, torch.float32)
-    return kvtc_spectra(model, _calibration(checkpoint, request))
+        return build_calibration(tokenizer, BUILTIN, CALIBRATION).tokens
+    return build_mixture(tokenizer, without_chat(shares), lambda *_: [], CALIBRATION).tokens
 
 
 def plan_variants(
@@ -108,8 +89,6 @@ def plan_variants(
     for name in names:
         if name in FORMATS or name in CALIBRATED:
             variants[name] = {"kind": "engine-cache", "format": name}
-        elif name in PRESETS:
-            variants[f"our reading of {name}, storage"] = {"kind": STORED, "format": name}
         elif name in BITS:
             variants[f"{name} KV"] = {"kind": "quantized-kv", "format": name}
         elif name == "window":

@@ -33,10 +33,6 @@ Variant = Literal[
     "kvarn_k4v2_g128",
     "kvarn_k4v2_g64",
     "oscar_int2",
-    "kvtc_8x",
-    "kvtc_16x",
-    "kvtc_32x",
-    "kvtc_64x",
 ]
 NO_VARIANTS = "none"
 HARNESS = "lm-eval:"
@@ -49,13 +45,13 @@ class EvalSettings(FileSettings):
 
     tasks: tuple[str, ...] = setting(
         ("loss", "recall"),
-        "loss, recall, needle, ruler, generate, speed, or all of these; lm-eval:TASK. KV bytes are always measured.",
+        "loss, recall, needle, generate, speed, or all of these; lm-eval:TASK. KV bytes are always measured.",
         section="Tasks",
     )
     variants: tuple[Variant, ...] = setting(
         ("int8", "int4", "int4_per_token_head", "window"),
         "Cheap baselines to measure too: cache formats by the engine's name for them, KIVI's (int8, int4, int3, "
-        "int2), at the checkpoints' KV ratios window, and KVTC's storage (kvtc_8x and so on).",
+        "int2), and at the checkpoints' KV ratios window.",
         metavar="A,B|none",
     )
     limit: int | None = setting(None, "Maximum samples per task, for a quick look; marks the report.", least=1)
@@ -91,17 +87,18 @@ class EvalSettings(FileSettings):
     recall_prompts: int = setting(48, "Prompts with planted keys.", least=1)
     domain: Literal["auto", "code", "text"] = setting(
         "auto",
-        "What needle and ruler prompts are made of: auto is code for builtin data, otherwise text.",
+        "What needle prompts are made of: auto is code for builtin data, otherwise text.",
         advanced=True,
     )
     needle_lengths: tuple[int, ...] = setting(
-        (), "Tokens of needle prompts; none: 1/4, 1/2, 1 and 1.5 times the model's limit.", least=1, advanced=True
+        (),
+        "Tokens of needle prompts, and of RULER's in lm-eval; none: 1/4, 1/2, 1 and 1.5 times the model's limit, and "
+        "4096 for RULER.",
+        least=1,
+        advanced=True,
     )
     needle_depths: tuple[int, ...] = setting((0, 25, 50, 75, 100), "Depths of needles, in percent.", advanced=True)
     needle_trials: int = setting(4, "Prompts of each length and depth.", least=1, advanced=True)
-    ruler_lengths: tuple[int, ...] = setting((), "Tokens of ruler prompts; none: as length.", least=1, advanced=True)
-    ruler_samples: int = setting(50, "Samples of each ruler task at each length.", least=1, advanced=True)
-    ruler_tasks: tuple[str, ...] = setting((), "Names of ruler tasks; none: all 11.", advanced=True)
     prompts: tuple[str, ...] = setting(
         (),
         "Text to complete, more than once for several; none: openings of held-out windows.",

@@ -52,7 +52,7 @@ class TaskData:
 
     @property
     def domain(self) -> str:
-        """Domain of needle and ruler prompts: "code" or "text"."""
+        """Domain of needle prompts: "code" or "text"."""
         if self.settings.domain != "auto":
             return self.settings.domain
         return "code" if set(self.settings.data) <= {BUILTIN, "code"} else "text"

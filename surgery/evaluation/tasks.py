@@ -54,7 +54,8 @@ def build_tasks(
     for name in settings.tasks:
         if name.startswith(HARNESS):
             include = Path(settings.lm_eval_include) if settings.lm_eval_include else None
-            tasks.append(LmHarnessTask(name.removeprefix(HARNESS), include, settings.num_fewshot))
+            options = settings.num_fewshot, tokenizer.name_or_path, settings.needle_lengths
+            tasks.append(LmHarnessTask(name.removeprefix(HARNESS), include, *options))
             continue
         try:
             with plugin_errors(name, plugin := plugin_of(name)):

@@ -32,7 +32,7 @@ def test_a_sliding_window_is_counted_by_hand_and_chunks_peak_lower():
 def test_predicted_is_measured(kind, prompt, chunk, steps):
     model = KINDS[kind](tiny_source("llama"))
     assert measure_peak(model, prompt, steps, chunk) == model.kv_peak_bytes(1, prompt, chunk, steps)
-    assert measure_footprint(model, prompt, steps, chunk) == pytest.approx(model.kv_footprint(prompt, steps), rel=1e-12)
+    assert measure_footprint(model, prompt, steps) == pytest.approx(model.kv_footprint(prompt, steps), rel=1e-12)
 
 
 def test_a_variant_is_seen_through():

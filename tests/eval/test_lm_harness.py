@@ -73,6 +73,35 @@ def wanted(doc):
 def length(doc, results):
     return {"length": sum(map(ord, results[0]))}
 """
+MADE = """
+task: user_made
+custom_dataset: !function made.documents
+test_split: test
+output_type: generate_until
+doc_to_text: text
+doc_to_target: text
+process_results: !function made.results
+generation_kwargs: {until: ["x"], max_gen_toks: 1}
+metric_list: [{metric: "4096", aggregation: !function made.mean, higher_is_better: true}]
+metadata: {version: 1}
+"""
+MADE_CODE = """
+from datasets import Dataset
+
+
+def documents(tokenizer, max_seq_lengths=(4096,), **rest):
+    assert tokenizer == "here"
+    return {"test": Dataset.from_list([{"text": "a", "length": length} for length in max_seq_lengths])}
+
+
+def results(doc, results):
+    return {"4096": -1.0, str(doc["length"]): float(doc["length"])}
+
+
+def mean(values):
+    values = [value for value in values if value != -1]
+    return sum(values) / len(values) if values else -1
+"""
 DOCUMENTS = 8
 
 
@@ -171,6 +200,19 @@ def test_limit_and_fewshot(folder, loaded):
     assert (result["n_samples"], result["n_shot"]) == (4, 1)
 
 
+def test_tasks_that_make_their_prompts_get_lengths_and_tokenizer(loaded, tmp_path):
+    """As RULER's: the metrics are lengths, and -1 marks a length without prompts."""
+    (tmp_path / "made.yaml").write_text(MADE)
+    (tmp_path / "made.py").write_text(MADE_CODE)
+    model, tokenizer = loaded
+    task = LmHarnessTask("user_made", tmp_path, tokenizer="here", lengths=(16, 24))
+    metrics = task.run(model, session(tokenizer))["metrics"]
+    assert {name: each["value"] for name, each in metrics.items()} == {"16": 16.0, "24": 24.0}
+    assert task.settings()["lengths"] == [16, 24]
+    default = LmHarnessTask("user_made", tmp_path, tokenizer="here")
+    assert list(default.run(model, session(tokenizer))["metrics"]) == ["4096"] and "lengths" not in default.settings()
+
+
 def test_leaves_everything_as_it_was(folder, loaded, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where git would complain, which the harness starts
     model, tokenizer = copy.deepcopy(loaded)
@@ -215,7 +257,7 @@ def test_refuses_unknown_tasks_and_missing_folders_and_tells_other_failures(fold
 
     # Without the harness' own 14,000 tasks, which take seconds to index.
     index = lm_harness._index
-    monkeypatch.setattr(lm_harness, "_index", lambda include_path, built_in: index(include_path, False))
+    monkeypatch.setattr(lm_harness, "_index", lambda *source: index(*source[:-1], False))
     with pytest.raises(SurgeryError, match=r"no task 'user_choise' .*tasks"):
         LmHarnessTask("user_choise", folder).settings()
     with pytest.raises(SurgeryError, match="nowhere does not exist"):

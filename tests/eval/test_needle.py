@@ -8,11 +8,16 @@ from sessions import session
 from tiny_models import HELD_OUT
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.haystack import python_reference
 from surgery.eval.recall import QUESTION, fact_line
-from surgery.eval.ruler.domain import DOMAINS
 from surgery.eval.sequences import tokenize
-from surgery.eval.tasks.needle import ANSWER_TOKENS, NeedleHaystack, NeedleTask, default_lengths, needle_prompts
+from surgery.eval.tasks.needle import (
+    ANSWER_TOKENS,
+    NeedleHaystack,
+    NeedleTask,
+    default_lengths,
+    needle_prompts,
+    python_reference,
+)
 
 SOURCE = HELD_OUT.read_text(encoding="utf-8")[:40_000]
 TEXTS = {"text": python_reference()[:40_000], "code": SOURCE}
@@ -20,10 +25,10 @@ TEXTS = {"text": python_reference()[:40_000], "code": SOURCE}
 
 @pytest.fixture(scope="module")
 def haystacks(tokenizer):
-    return {name: NeedleHaystack(tokenizer, domain, TEXTS[name]) for name, domain in DOMAINS.items()}
+    return {domain: NeedleHaystack(tokenizer, domain, text) for domain, text in TEXTS.items()}
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("domain", TEXTS)
 @pytest.mark.parametrize("length", [256, 257, 700])
 def test_prompts_have_exactly_the_length_and_one_needle(tokenizer, haystacks, domain, length):
     prompts = needle_prompts(haystacks[domain], length, (0, 33, 100), 4, seed=0)
@@ -42,7 +47,7 @@ def test_prompts_have_exactly_the_length_and_one_needle(tokenizer, haystacks, do
             assert re.fullmatch(r"\d{7}", prompt.value)
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("domain", TEXTS)
 def test_needles_stand_at_their_depths_after_sentences(tokenizer, haystacks, domain):
     length, mark = 3000, {"code": "\n# The secret", "text": " One of the special"}[domain]
     for depth in (0, 25, 50, 75, 100):
@@ -66,10 +71,18 @@ def test_the_seed_the_length_and_the_depth_decide(haystacks):
 
 
 def test_a_short_text_is_repeated_and_a_short_length_refused(tokenizer):
-    haystack = NeedleHaystack(tokenizer, DOMAINS["code"], "x = 1\n")
+    haystack = NeedleHaystack(tokenizer, "code", "x = 1\n")
     assert len(haystack.prompt(500, 50, random.Random(0)).ids) == 500 - ANSWER_TOKENS
     with pytest.raises(SurgeryError, match=r"take \d+ tokens: a needle length of 20 is too small"):
         haystack.prompt(20, 50, random.Random(0))
+
+
+def test_the_reference_is_prose():
+    text = python_reference()
+    assert 100_000 < len(text) < 600_000
+    assert "**" not in text and "::=" not in text and "\n   " not in text and "  " not in text
+    paragraphs = text.split("\n")
+    assert len(set(paragraphs)) == len(paragraphs) and all(part[-1] in ".?!" for part in paragraphs)
 
 
 def test_default_lengths_and_settings_that_tell_data_apart():
@@ -79,6 +92,8 @@ def test_default_lengths_and_settings_that_tell_data_apart():
     assert default_lengths(None) == (1024, 2048, 4096)
     first, again, other = (NeedleTask((32,), (0,), 1, haystack=text).settings() for text in ("a b.", "a b.", "a c."))
     assert first == again and first != other and first != NeedleTask((64,), (0,), 1, haystack="a b.").settings()
+    with pytest.raises(SurgeryError, match="empty"):
+        NeedleTask((32,), (0,), 1, haystack=" ")
 
 
 @torch.no_grad()
@@ -100,7 +115,7 @@ def test_hits_are_ordered_by_length_depth_and_trial(tokenizer, monkeypatch):
     def complete(model, session, prompts, new_tokens, label):
         """Right for the first trial of depth 0, and for both of depth 100 of the second length; nearly right else."""
         length = int(re.search(r"\d+", label)[0])
-        built = needle_prompts(NeedleHaystack(tokenizer, DOMAINS["code"], SOURCE), length, (0, 100), 2, session.seed)
+        built = needle_prompts(NeedleHaystack(tokenizer, "code", SOURCE), length, (0, 100), 2, session.seed)
         right = [True, False, length == 300, length == 300]
         answers = [prompt.value if ok else prompt.value[:-1] for prompt, ok in zip(built, right, strict=True)]
         return [tokenize(tokenizer, " " + answer) for answer in answers]

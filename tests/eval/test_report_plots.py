@@ -29,7 +29,6 @@ def test_every_plot_is_the_same_wherever_it_is_drawn(key):
     results["loss"]["loss"] = results["loss"]["by_position"][0]["loss"] = math.nan
     report["rows"][-1]["comparison"]["loss"] = {"difference": math.nan, "low": math.nan, "high": math.inf}
     results["speed"]["points"][0] |= {"decode_tokens_per_second": None, "note": "out of memory"}
-    results["ruler"]["lengths"]["1024"]["tasks"]["vt"]["score"] = None
     with matplotlib.rc_context({"lines.linewidth": 9, "svg.hashsalt": "other", "font.size": 30}):
         before = dict(matplotlib.rcParams)
         elsewhere = to_svg(PLOTS[key].draw(report))

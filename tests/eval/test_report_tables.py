@@ -21,7 +21,7 @@ def row(report, name):
 
 def test_headline_columns_and_their_order(report):
     quality = ["loss", "perplexity", "loss_change", "cached_loss", "kl", "top1_agreement"]
-    tasks = ["recall", "needle", "ruler", "lm-eval:python_names.acc"]
+    tasks = ["recall", "needle", "lm-eval:python_names.acc"]
     assert [column.key for column in columns(report)] == ["kv_bytes_per_token", "kv_ratio", *quality, *tasks]
     assert all(column.about for column in columns(report))
 

@@ -72,7 +72,7 @@ def test_mistakes_are_one_line(main, folder, tmp_path, monkeypatch, arguments, m
     if "lm-eval:no-such-task" in arguments:
         pytest.importorskip("lm_eval")
         # The harness' own tasks take long to index.
-        monkeypatch.setattr(lm_harness, "_index", lambda folder, built_in: index(folder, False))
+        monkeypatch.setattr(lm_harness, "_index", lambda *source: index(*source[:-1], False))
     monkeypatch.chdir(tmp_path)
     code, out, err = main(*(argument.format(folder=folder) for argument in arguments))
     last = err.strip().splitlines()[-1]

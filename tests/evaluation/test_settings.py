@@ -4,16 +4,15 @@ import pytest
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.variants.engine_cache import CALIBRATED, FORMATS
-from surgery.eval.variants.kvtc_cache import PRESETS
 from surgery.evaluation.kinds import DEFAULT
 from surgery.evaluation.settings import EvalSettings, Variant
 
 
 def test_what_settings_mean():
     """Lists may be strings or single values, short windows decode half, and \"all\" is all tasks."""
-    settings = EvalSettings(tasks="loss, needle", needle_lengths=256, ruler_lengths="128,256", batches=[1, 1, 2])
+    settings = EvalSettings(tasks="loss, needle", needle_lengths=256, contexts="128,256", batches=[1, 1, 2])
     assert settings.tasks == ("loss", "needle")
-    assert settings.needle_lengths == (256,) and settings.ruler_lengths == (128, 256) and settings.batches == (1, 2)
+    assert settings.needle_lengths == (256,) and settings.contexts == (128, 256) and settings.batches == (1, 2)
     assert EvalSettings(prompts="a, b").prompts == ("a, b",)
     assert EvalSettings().decoded == 128 and EvalSettings(length=100).decoded == 50
     assert EvalSettings(length=100, decoded=0).decoded == 0
@@ -52,4 +51,4 @@ def test_unknown_settings_of_a_file_are_refused(tmp_path):
 
 def test_every_cache_of_an_engine_can_be_asked_for():
     others = {"int8", "int4", "int3", "int2", "window"}
-    assert set(get_args(Variant)) == {*FORMATS, *CALIBRATED, *PRESETS, *others}
+    assert set(get_args(Variant)) == {*FORMATS, *CALIBRATED, *others}

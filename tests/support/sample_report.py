@@ -4,7 +4,6 @@ import math
 import random
 
 LENGTHS, DEPTHS, LIMIT = [512, 1024, 2048, 3072], [0, 25, 50, 75, 100], 2048
-RULER_TASKS = ("niah_single_1", "niah_multikey_1", "niah_multivalue", "vt", "cwe", "fwe", "qa_1")
 SOURCES = ("selectors", "statistics", "tarfile")
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 WEIGHTS = 11_094_528
@@ -48,7 +47,6 @@ def sample_report(*, limit: int | None = None, rows: int = len(ROWS)) -> dict:
             "loss": {"sequences": 24, "length": 1024, "data": {"name": "heldout-stdlib.txt", "sha256": "ab" * 32}},
             "recall": {"prompts": 48, "length": 1024, "facts": 4},
             "needle": {"lengths": LENGTHS, "depths": DEPTHS, "trials": 4, "domain": "code"},
-            "ruler": {"lengths": [1024, 2048], "samples": 50, "domain": "code"},
             "generate": {"new_tokens": 64},
             "speed": {"contexts": [512, 2048], "batches": [1, 8], "new_tokens": 32},
             "lm-eval:python_names": {"num_fewshot": 0},
@@ -79,7 +77,7 @@ def _row(rng: random.Random, name: str, role: str, variant: dict | None, ratio: 
         "conversion": conversion,
         "results": _results(rng, ratio, worse, growth, converted=bool(rank), baseline=role == "baseline"),
         "comparison": None if role == "baseline" else _comparison(worse),
-        "seconds": {"loss": 12.3, "recall": 8.1, "needle": 60.2, "ruler": 240.5, "speed": 30.0},
+        "seconds": {"loss": 12.3, "recall": 8.1, "needle": 60.2, "speed": 30.0},
     }
 
 
@@ -87,15 +85,6 @@ def _results(rng: random.Random, ratio: float, worse: float, growth: float, *, c
     loss = 2.2785 + worse
     entries = math.exp(-3 * worse)
     needle = [[_rate(rng, entries - 0.5 * (n > LIMIT) - 0.1 * (d in (25, 50))) for d in DEPTHS] for n in LENGTHS]
-    ruler = {
-        str(n): {
-            task: {"score": score, "scores": [score] * 50, "samples": 50}
-            for task in RULER_TASKS
-            for score in [max(0.0, entries * rng.uniform(0.2, 0.9) - n / 20_000)]
-        }
-        for n in (1024, 2048)
-    }
-    averages = {n: sum(t["score"] for t in tasks.values()) / len(tasks) for n, tasks in ruler.items()}
     edges = [1, 129, 257, 385, 513, 641, 769, 897]
     return {
         "loss": {
@@ -141,11 +130,6 @@ def _results(rng: random.Random, ratio: float, worse: float, growth: float, *, c
             "hits": [1] * 80,
             "limit": LIMIT,
             "beyond_limit": [3072],
-        },
-        "ruler": {
-            "domain": "code",
-            "lengths": {n: {"tasks": tasks, "average": averages[n]} for n, tasks in ruler.items()},
-            "average": sum(averages.values()) / 2,
         },
         "generate": {
             "completions": [
@@ -219,7 +203,6 @@ def _comparison(worse: float) -> dict:
         "decoded_loss": interval(worse, width),
         "recall": interval(loss_increase, 0.04),
         "needle": interval(loss_increase, 0.03),
-        "ruler": interval(loss_increase * 0.6, 0.02),
     }
 
 
