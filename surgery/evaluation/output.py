@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from surgery.checkpoint.disk import disk_errors, write_whole
-from surgery.common.ownership import matching, remove_owned
+from surgery.common.errors import SurgeryError
 from surgery.eval.report import csv_file, markdown, page, tracking
 from surgery.eval.report.document import Report
 from surgery.eval.report.figures import needle_names, save_needle_png
-from surgery.evaluation.store import ResultStore
+from surgery.evaluation.store import MARKER
 
 DOCUMENT = "report.json"
 
@@ -24,10 +26,11 @@ def write_report(report: Report, folder: Path) -> list[Path]:
 
     Raises SurgeryError: the folder cannot be written, or holds a foreign file with one of these names.
     """
-    check_report_files(folder, [row["name"] for row in report["rows"]])
+    names = [needle for number, row in enumerate(report["rows"]) for needle in needle_names(row["name"], number)]
+    _check_files(folder, [*(f"report.{suffix}" for suffix in ("html", "md", "csv", "json")), *names])
     part = folder / PART
     with disk_errors(folder):
-        _clear(part)  # left by a killed process
+        shutil.rmtree(part, ignore_errors=True)  # left by a killed process
         part.mkdir(parents=True, exist_ok=True)
         try:
             html, text, table, document = (part / f"report.{suffix}" for suffix in ("html", "md", "csv", "json"))
@@ -40,26 +43,26 @@ def write_report(report: Report, folder: Path) -> list[Path]:
             for path in (*pictures, text, html, table, document):
                 path.replace(folder / path.name)
             paths = [folder / path.name for path in (document, table, html, text, *pictures)]
-            ResultStore(folder).record_files(paths)  # before `part` is removed, which marks an unfinished report
         finally:
-            _clear(part)
+            shutil.rmtree(part, ignore_errors=True)
     return paths
 
 
-def _clear(part: Path) -> None:
-    """Remove this program's files from the temporary folder, and the folder once it is empty."""
-    if part.is_dir() and not part.is_symlink():
-        remove_owned(part, matching(("report.*", "*.png", ".*.partial")))
+def _check_files(folder: Path, names: Sequence[str]) -> None:
+    """Raise SurgeryError if a file exists in a folder that holds neither an evaluation nor its published report."""
+    if (folder / MARKER).is_file() or _is_report(folder / DOCUMENT):
+        return
+    for path in (folder / name for name in names):
+        if os.path.lexists(path):
+            raise SurgeryError.at(path, "was not written by surgery; move it away")
 
 
-def check_report_files(folder: Path, rows: Sequence[str]) -> None:
-    """Check that a report replaces only files that this program has written.
-
-    Raises SurgeryError: a foreign file would be replaced.
-    """
-    names = [f"report.{suffix}" for suffix in ("html", "md", "csv", "json")]
-    names += [name for number, row in enumerate(rows) for name in needle_names(row, number)]
-    ResultStore(folder).check_files(names, DOCUMENT, unfinished=(folder / PART).is_dir())
+def _is_report(path: Path) -> bool:
+    """Return whether a document was written by this program, which always records its version."""
+    try:
+        return isinstance(json.loads(path.read_bytes())["surgery_version"], str) and not path.is_symlink()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def track(report: Report, folder: Path, project: str, mode: str) -> None:

@@ -273,10 +273,6 @@ def _opened_store(prepared: Prepared, request: EvaluationRequest, stack: ExitSta
         store.clear()
     if not request.overwrite:
         prepared.check_report()
-    if request.writes:
-        from surgery.evaluation.output import check_report_files  # imports matplotlib
-
-        check_report_files(prepared.out, [row.name for row in prepared.rows])
     return store
 
 
