@@ -35,34 +35,28 @@ class ResultStore:
         Raises SurgeryError: the path is a file, cannot be written, or is a non-empty folder without an evaluation.
         """
         cls.check(folder)
-        try:
+        store = cls(folder)
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            store = cls(folder)
             if not (folder / MARKER).exists():
                 # Directly: a killed process must not leave a temporary file in a folder without a marker.
                 (folder / MARKER).write_text('{"what": "an evaluation by surgery eval"}\n', encoding="utf-8")
             store._results.mkdir(exist_ok=True)
-            resumes_from(store._results)
-        except OSError as error:
-            raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
+        resumes_from(store._results)
         return store
 
     @staticmethod
     def check(folder: Path) -> None:
         """Raise SurgeryError if the path is a file, cannot be read, or is a non-empty folder without an evaluation."""
-        try:
+        with disk_errors(folder):
             if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
                 raise SurgeryError.at(folder, "contains files other than an evaluation's; choose another --out")
-        except OSError as error:
-            raise SurgeryError(f"--out {folder}: {error.strerror or error}") from None
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the result of a key; None if it is missing or damaged."""
         try:
             return json.loads((self._results / f"{key}.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except ValueError:  # a damaged file is measured again
+        except (FileNotFoundError, ValueError):  # a damaged file is measured again
             return None
 
     def put(self, key: str, result: dict[str, Any]) -> None:

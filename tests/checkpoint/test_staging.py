@@ -12,7 +12,7 @@ import torch
 from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, parse_size
 from surgery.checkpoint.file_hashes import REPORT
 from surgery.checkpoint.output_path import default_output
-from surgery.checkpoint.staging import MARKER, Staging
+from surgery.checkpoint.staging import MARKER
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import inventory
 
@@ -76,15 +76,6 @@ class TestExistingOutput:
         write(tmp_path / "link", 2.0, overwrite=True)
         assert (tmp_path / "link").is_symlink()
         assert "2.0" in (tmp_path / "real" / "config.json").read_text()
-
-    def test_appears_while_writing(self, tmp_path):
-        out = tmp_path / "out"
-        with pytest.raises(SurgeryError, match="exists"), CheckpointWriter(out, PLAN) as writer:
-            writer.write("a", torch.ones(2))
-            out.mkdir()
-            (out / "x").write_text("x")
-            writer.commit()
-        assert sorted(os.listdir(tmp_path)) == ["out"]
 
     @pytest.mark.parametrize("exists", [True, False])
     @pytest.mark.parametrize(
@@ -167,19 +158,6 @@ class TestLeftovers:
             writer.write("a", torch.ones(2))
             writer.commit()
         assert (tmp_path / "out" / "model.safetensors").exists()
-
-    def test_two_that_saw_no_other(self, tmp_path, monkeypatch, disk):
-        """Both looked before either began: the later leaves what the earlier has written."""
-        early, late = (Staging(tmp_path / "out", overwrite=False) for _ in range(2))
-        early.create()
-        (early.partial / "config.json").write_text("{}")
-        before = disk()
-        monkeypatch.setattr(late, "_check_leftover", lambda: True)
-        with pytest.raises(SurgeryError, match="another surgery"):
-            late.create()
-        assert disk() == before
-        early.commit()
-        assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["config.json"]
 
     def test_killed_process(self, tmp_path):
         """A lock dies with its process, so what SIGKILL leaves is cleared by the next run."""
