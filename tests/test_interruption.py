@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -10,7 +9,6 @@ import time
 
 import pytest
 from command_line import run_main
-from processes import Fork, kill_and_leave
 
 from surgery.cli import program as cli
 from surgery.common import interruption
@@ -87,39 +85,11 @@ def test_a_training_saves_undisturbed_by_a_second_sigterm():
 
 CHILD = """
 import pathlib, signal, sys, time
-from surgery.common.interruption import stop_with_parent
 def save(*_): pathlib.Path(sys.argv[1]).write_text('saved'); sys.exit(143)
 signal.signal(signal.SIGTERM, save)
-stop_with_parent()
 pathlib.Path(sys.argv[2]).touch()
 time.sleep(60)
 """
-STARTER = f"""
-import os, sys
-from surgery.healing.launchers import run_interruptible
-run_interruptible([sys.executable, "-c", {CHILD!r}, *sys.argv[1:]], dict(os.environ))
-"""
-
-
-def test_the_training_of_a_killed_healing_saves_and_ends(tmp_path):
-    saved, ready = tmp_path / "saved", tmp_path / "ready"
-    starter = Fork(saved, ready, code=STARTER)
-    _wait_for(ready)
-    os.kill(starter.pid, signal.SIGKILL)
-    assert starter.wait() == -signal.SIGKILL
-    _wait_for(saved)
-
-
-def test_it_does_so_where_nobody_asked_how_the_healing_ended(tmp_path):
-    """Start from a process that lives on and reaps nothing, as the first of a container may do: it stays a zombie."""
-    saved, ready = tmp_path / "saved", tmp_path / "ready"
-    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(saved), str(ready)])
-    try:
-        _wait_for(ready)
-        kill_and_leave(starter)
-        _wait_for(saved)
-    finally:
-        starter.wait()
 
 
 def _wait_for(path, seconds=30):

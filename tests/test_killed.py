@@ -133,7 +133,6 @@ def test_killed_at_random(verb, paths, tmp_path):
         stopped = ended_at_once(process)
         killed += stopped
         assert stopped or process.returncode == 0, process.stderr[-3000:]
-        assert "damaged" not in process.stderr
         if not stopped or (verb not in GO_ON and (again / name).exists()):  # it resumed from so late that it was done
             assert content(again / name) == expected
             shutil.rmtree(again)

@@ -2,18 +2,15 @@
 
 import hashlib
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 import yaml
 from command_line import run_main
 from healing import heal_settings, settings_file, trained_here
-from processes import Fork, kill_and_leave
+from processes import Fork
 from tiny_models import HELD_OUT
 
 from surgery.checkpoint.output_path import LOCK, output_lock
-from surgery.checkpoint.staging import Staging
 from surgery.common.errors import SurgeryError
 from surgery.healing import heal as healing
 
@@ -95,36 +92,6 @@ def test_a_training_that_goes_on_by_itself_keeps_its_folder(checkpoints, tmp_pat
     *_, line = second.stderr.splitlines()
     assert line == f"surgery: {run}: another surgery process is writing it; wait for it or choose another --out"
     assert [path.name for path in run.iterdir()] == [".surgery-work"]  # the marker of a folder of unfinished work
-
-
-HOLDS = """
-import sys, time
-from pathlib import Path
-from surgery.checkpoint.output_path import output_lock
-from surgery.checkpoint.staging import Staging
-folder = Path(sys.argv[1])
-staging = Staging(folder / "out", overwrite=False)
-staging.create()
-with output_lock(folder):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_killed_process_that_nobody_waited_for_holds_nothing(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(SurgeryError, match="another surgery"), output_lock(tmp_path):
-            pass
-        with pytest.raises(SurgeryError, match="another surgery"):
-            Staging(tmp_path / "out", overwrite=False)
-        kill_and_leave(process)
-        with output_lock(tmp_path):
-            Staging(tmp_path / "out", overwrite=False).create()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_what_sigkill_leaves_of_a_lock_is_locked_by_nobody(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint.disk import disk_errors, sync_folder, sync_tree
 from surgery.common.errors import SurgeryError
-from surgery.common.ownership import matching, remove_owned
 from surgery.running.processes import ALONE, Processes
-from surgery.training.run_folder import STATE_FILES
 
 STATE = "state.json"
 WEIGHTS = "trained.safetensors"
 PREFIX = "step-"
 BEST = "best"
 """Folder of the checkpoint with the best held-out loss."""
-_is_of_state = matching(STATE_FILES)
 
 
 class Checkpoints:
@@ -123,17 +121,17 @@ class Checkpoints:
         (partial / STATE).write_text(json.dumps({**state, "files": files}), encoding="utf-8")
         sync_tree(partial)
         if path.exists():
-            remove_owned(path, _is_of_state)
+            shutil.rmtree(path)
         os.rename(partial, path)
         sync_folder(path.parent)
 
     def _remove_oldest(self) -> None:
         for path in sorted(self.folder.glob(f"{PREFIX}*[0-9]"))[: -self._keep_last]:
-            remove_owned(path, _is_of_state)
+            shutil.rmtree(path)
 
     def _clear(self, partial: Path) -> None:
         if partial.exists():
-            remove_owned(partial, _is_of_state)
+            shutil.rmtree(partial)
         partial.mkdir(exist_ok=True)
 
     def _on_main(self, function: Callable[[], None], path: Path) -> None:

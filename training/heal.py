@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shutil
 import sys
@@ -35,9 +34,8 @@ from surgery.checkpoint.output_path import output_lock
 from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
-from surgery.common.interruption import STARTED_BY, stop_with_parent
 from surgery.common.machine_faults import fault_message
-from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
+from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
 from surgery.model import register
 from surgery.model.parts import entries_of
@@ -54,12 +52,11 @@ from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
 from surgery.training.lr_multipliers import LRMultipliers, adapter_factors, read_factors
 from surgery.training.measure import peak_memory
-from surgery.training.models import ADAPTER, check_writable, set_dtypes, trained_tensors, use_attention, write_healed
+from surgery.training.models import check_writable, set_dtypes, trained_tensors, use_attention, write_healed
 from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
-from surgery.training.run_folder import CHECKPOINT_FILES, LOG, RUN_FILES
-from surgery.training.run_log import RunLog, drop_later_lines
+from surgery.training.run_log import LOG, RunLog, drop_later_lines
 from surgery.training.settings import NO_TRACKER, HealSettings
 from surgery.training.teacher_logits import open_logits
 from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
@@ -201,10 +198,6 @@ class _Run:
         }
         trained = trained_tensors(distillation.student)
         processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, self.folder / LOG))
-        if STARTED_BY not in os.environ:  # surgery heal moves the one and removes the other
-            progress.note(
-                f"healed checkpoint in {settings.out}; checkpoints of the run in {self.folder}, which you may remove"
-            )
         return facts
 
     def _models(
@@ -293,7 +286,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m surgery.training.heal", description=heal.__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file of settings; configs/heal.yaml has all of them")
     options = parser.parse_args(arguments)
-    stop_with_parent()
     code = 0
     try:
         heal(HealSettings.from_file(options.config))
@@ -340,15 +332,13 @@ def _open_log(
 
 
 def _create_run_folder(run: Path, alone: ExitStack, *, from_scratch: bool) -> None:
-    WorkFolder(run, lambda: matching(RUN_FILES)).open()
+    work = WorkFolder(run, ("checkpoints",))
+    work.open()
     with disk_errors(run):
         # The lock also guards against a training that outlives its killed `surgery heal` and still saves its state.
         alone.enter_context(output_lock(run))
-        if from_scratch and (checkpoints := run / "checkpoints").exists():
-            is_owned = matching(CHECKPOINT_FILES)
-            if (foreign := first_foreign(checkpoints, is_owned)) is not None:
-                raise SurgeryError(f"{checkpoints}: {foreign} was not written by surgery; move it away to start again")
-            remove_owned(checkpoints, is_owned)
+        if from_scratch:
+            work.clear()
         (run / "data").mkdir(exist_ok=True)
 
 
@@ -385,9 +375,6 @@ def _write(
     staging = _staging(settings, reader)
     staging.create()
     try:
-        copied = reader.model_folder() if reader.stored_names else reader.path
-        staging.claim_like(copied, "*.safetensors", "*.json", f"{ADAPTER}/*", REPORT, LOG)
-        staging.claim(*carried.names, *carried.records)
         write_healed(reader, settings, trained, staging.partial, carried)
         with disk_errors(staging.partial):
             facts["left_out"] = carried.record(list_files(staging.partial))["left_out"]

@@ -11,6 +11,9 @@ from typing import Any
 from surgery.checkpoint.disk import disk_errors, written_whole
 from surgery.training.trackers import Tracker
 
+LOG = "heal.jsonl"
+"""Name of the log in a run folder and in its result."""
+
 
 class RunLog:
     """JSONL log of one run; only the main process writes. Every line has `event`.

@@ -19,7 +19,7 @@ from surgery.calibration.text import BUILTIN, dataset_records, iter_documents, j
 from surgery.checkpoint.disk import disk_errors
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
-from surgery.running.chat_templates import ChatTemplate
+from surgery.running.chat_templates import render_chat
 
 FORMATS = ("auto", "text", "chat")
 TOKENIZED_AT_ONCE = 64
@@ -171,7 +171,7 @@ class ChatEncoder:
                 f"{tokenizer.name_or_path or 'the tokenizer'}: has no chat template, which conversations need; use"
                 " plain text, or the tokenizer of a chat model"
             ) from None
-        self._tokenizer, self._chat_template = tokenizer, ChatTemplate(tokenizer)
+        self._tokenizer = tokenizer
 
     def __call__(self, record: dict[str, Any], where: str) -> list[int]:
         """Return the token ids of a conversation, [] without turns; SurgeryError names `where` if there is none."""
@@ -181,7 +181,7 @@ class ChatEncoder:
         if not messages:
             return []
         try:
-            text = self._chat_template.render(messages, tools=record.get("tools"))
+            text = render_chat(self._tokenizer, messages, tools=record.get("tools"))
         except SurgeryError as error:
             raise SurgeryError(f"{where}: {error}") from error
         return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids

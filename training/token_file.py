@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,10 @@ import numpy as np
 
 from surgery.checkpoint.disk import as_json, disk_errors, read_json, sync_folder, sync_tree
 from surgery.common.errors import SurgeryError
-from surgery.common.ownership import matching, remove_owned
-from surgery.training.run_folder import TOKEN_FILES
 
 ABOUT = "about.json"
 TOKENS, LENGTHS = "tokens.i4", "lengths.i8"
 """Files of the folder: little-endian, with the dtype as extension."""
-_is_own = matching(TOKEN_FILES)
 
 
 class TokenFile:
@@ -78,20 +76,18 @@ class TokenFile:
         """
         partial = folder.with_name(folder.name + ".partial")
         with disk_errors(folder):
-            if partial.exists():
-                remove_owned(partial, _is_own)  # left by a run that was stopped
+            shutil.rmtree(partial, ignore_errors=True)  # left by a run that was stopped
             partial.mkdir(parents=True)
             try:
                 about = {**_write(partial, documents, limit, advance), "identity": as_json(identity)}
                 (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
                 sync_tree(partial)
                 if folder.exists():
-                    remove_owned(folder, _is_own)  # documents of another identity
+                    shutil.rmtree(folder)  # documents of another identity
                 os.rename(partial, folder)
                 sync_folder(folder.parent)
             finally:
-                if partial.exists():
-                    remove_owned(partial, _is_own)
+                shutil.rmtree(partial, ignore_errors=True)
         return cls(folder)
 
 

@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from surgery.common.errors import SurgeryError
-from surgery.common.pictures import marking
 from surgery.eval.report.tables import Report
 from surgery.eval.report.verdict import compared_rows, frontier
 
@@ -133,7 +132,7 @@ def to_svg(figure: Figure) -> str:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as SVG, or as PNG with this package's marking, without date or version metadata.
+    """Write a figure as SVG, or as PNG without date or version metadata.
 
     Raises SurgeryError: the file cannot be written.
     """
@@ -142,7 +141,7 @@ def save(figure: Figure, path: Path) -> Path:
             path.write_text(to_svg(figure), encoding="utf-8")
             return path
         with matplotlib.rc_context(_supported_style()):
-            figure.savefig(path, format="png", dpi=144, metadata=marking("png"))
+            figure.savefig(path, format="png", dpi=144, metadata={"Software": None})
     except OSError as error:
         raise SurgeryError(f"cannot write {path}: {error.strerror}") from None
     return path

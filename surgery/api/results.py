@@ -70,7 +70,6 @@ class Checkpoint:
         staging.check_space(tree_bytes(self.path))
         staging.create()
         try:
-            staging.claim_like(self.path)
             with disk_errors(staging.partial):
                 shutil.copytree(self.path, staging.partial, dirs_exist_ok=True)
             staging.commit()

@@ -13,7 +13,7 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.logits import evaluation_mode
 from surgery.eval.sequences import tokenize
 from surgery.model.cache_argument import cache_for, returned_cache
-from surgery.running.chat_templates import ChatTemplate
+from surgery.running.chat_templates import render_chat
 
 REPLY = 160
 """Maximum tokens of a reply."""
@@ -95,8 +95,7 @@ def sample_conversations(
     has no chat template, or it does not accept a user's question.
     """
     ends = _eos_ids(model, tokenizer)
-    template = ChatTemplate(tokenizer)
-    encoded = [_prompt_ids(tokenizer, template, prompt) for prompt in prompts]
+    encoded = [_prompt_ids(tokenizer, prompt) for prompt in prompts]
     rng = random.Random(seed)
     remaining = tokens
 
@@ -117,9 +116,9 @@ def sample_conversations(
     return replies
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, prompt: str) -> list[int]:
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     turns = [{"role": "user", "content": prompt}]
-    return tokenize(tokenizer, template.render(turns, add_generation_prompt=True))
+    return tokenize(tokenizer, render_chat(tokenizer, turns, add_generation_prompt=True))
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

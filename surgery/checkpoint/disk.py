@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from surgery.common.errors import SurgeryError
-from surgery.common.file_lock import Lock, is_at, try_lock
+from surgery.common.file_lock import hold, is_at
 from surgery.common.temporary import OTHER_TEMPORARY, is_temporary
 
-_PART = ".surgery-"
+_PART = ".surgery-partial"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -140,15 +138,16 @@ def sync_folder(folder: Path) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path that is flushed and renamed to ``path`` at the end, or removed if the block fails.
 
-    The hidden name is unique; the next write also removes temporary files of killed processes. Raises SurgeryError: a
-    disk error occurs.
+    It is hidden next to ``path`` and locked; the next write replaces that of a killed process. Raises SurgeryError: a
+    disk error occurs, or another process is writing the file.
     """
-    with disk_errors(path):
-        _remove_parts(path)
-        part, lock = _new_part(path)
+    part = path.with_name(f".{path.name}{_PART}")
+    lock = None
     try:
         with disk_errors(path):
             try:
+                lock = hold(part, path)
+                os.truncate(part, 0)
                 yield part
                 with part.open("r+b") as file:
                     os.fsync(file.fileno())
@@ -159,36 +158,10 @@ def written_whole(path: Path) -> Iterator[Path]:
                     error.filename = str(path)
                 raise
     finally:
-        lock.close()
-        with contextlib.suppress(OSError):
-            part.unlink()
-
-
-def _new_part(path: Path) -> tuple[Path, IO[bytes]]:
-    """Create an empty locked file next to a path, with the default permissions of new files."""
-    while True:
-        try:
-            number, name = tempfile.mkstemp(prefix=f".{path.name}{_PART}", suffix=".partial", dir=path.parent)
-        except OSError as error:
-            error.filename = str(path)
-            raise
-        file = os.fdopen(number, "r+b")
-        if try_lock(file) is not Lock.HELD and is_at(file, Path(name)):
-            break
-        file.close()  # another process took it for a leftover before it was locked
-    mask = os.umask(0)
-    os.umask(mask)
-    with contextlib.suppress(OSError):
-        os.chmod(name, 0o666 & ~mask)
-    return Path(name), file
-
-
-def _remove_parts(path: Path) -> None:
-    """Remove the temporary files that killed processes left next to a path."""
-    for part in path.parent.glob(f".{glob.escape(path.name)}{_PART}????????.partial"):
-        with contextlib.suppress(OSError), open(os.open(part, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
-            if try_lock(file) is Lock.TAKEN:
-                part.unlink()
+        if lock is not None:
+            with lock, contextlib.suppress(OSError):
+                if is_at(lock, part):
+                    part.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -66,8 +66,6 @@ class Unfinished:
             self.staging.discard(keep_unfinished=resumes)
             raise
         self.snapshots = Snapshots(self.folder)
-        if damaged := self.snapshots.discard_damaged():
-            self._progress.note(f"{self.folder}: damaged, starting from scratch: {', '.join(damaged)}")
         self.resumed = self.snapshots.has_state()
         if self.resumed:
             self._progress.note(f"resuming from {self.staging.partial}; --restart discards it")

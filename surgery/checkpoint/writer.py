@@ -159,7 +159,6 @@ class CheckpointWriter:
     def _create_files(self) -> None:
         """Create every shard with its header and full size, and the index."""
         files = _shard_names(len(self._shards))
-        self._staging.claim(*files, WEIGHTS_INDEX)
         for file, specs in zip(files, self._shards, strict=True):
             path = self.partial / file
             header, offsets = encode_header({self._stored(n): spec for n, spec in specs.items()}, self._metadata)
@@ -208,7 +207,6 @@ class CheckpointWriter:
         ours = {MARKER, WEIGHTS_INDEX, *(file.name for file, _ in self._locations.values())}
         if path.is_absolute() or ".." in path.parts or str(path) in {".", *ours}:
             raise SurgeryError.at(self.out, f"cannot write a file {str(relative)!r} into it; choose another name")
-        self._staging.claim(path.as_posix())
         return self.partial / path
 
     def _require_open(self) -> None:

@@ -27,7 +27,7 @@ def push(
 ) -> None:
     """Upload a converted checkpoint with its card: source, tags, measurements. Private unless --public.
 
-    Only files that its report lists are uploaded. Paths on this machine are reduced to file names.
+    Only files that its report lists are uploaded. Absolute paths in its records are reduced to file names.
 
     Examples:
 

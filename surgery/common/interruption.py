@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 ASKED = (signal.SIGTERM, signal.SIGHUP)
 """Termination signals."""
-
-STARTED_BY = "SURGERY_STARTED_BY"
-"""Environment variable with the id of the parent process; this process stops when the parent has ended."""
-
 
 _unfinished: list[Path] = []
 
@@ -77,21 +69,6 @@ def interruptible() -> Iterator[Interruption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def stop_with_parent() -> None:
-    """Start a thread that sends this process SIGTERM, so that it saves its state, when its `STARTED_BY` parent ends."""
-    if starter := os.environ.get(STARTED_BY):
-        threading.Thread(target=_stop_with, args=(int(starter),), daemon=True).start()
-
-
-def _stop_with(starter: int) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(starter)
-        # A zombie has ended too: in a container it may never be reaped.
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _ignored(number: int) -> bool:

@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
 
 def show_upload(upload: Upload, publication: Publication, *, as_json: bool = False) -> None:
-    """Print the files with sizes, the changed entries that held paths or commands, and files that are not uploaded."""
+    """Print the files with sizes, and those that are not uploaded."""
     if as_json:
-        others = {"fields": upload.fields, "not_uploaded": upload.strays}
-        print_json({"repo": publication.repo, "public": publication.public, "files": upload.sizes, **others})
+        files = {"files": upload.sizes, "not_uploaded": upload.strays}
+        print_json({"repo": publication.repo, "public": publication.public, **files})
         return
     page, seen_by = new_page(), "everybody (public)" if publication.public else "you and those with access (private)"
     page.print(f"\n[bold]{plain(publication.repo)}[/bold], visible to {seen_by}:")
     page.print(make_table(["file", "size"], [(name, size(count)) for name, count in upload.sizes.items()]))
-    page.print(make_table(["entry", "published as"], upload.fields.items()))
     if upload.strays:
         page.print(f"not uploaded: {plain(', '.join(upload.strays))}", soft_wrap=True)

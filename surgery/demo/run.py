@@ -168,10 +168,10 @@ def held_out_tokens(tokenizer, demo_model: DemoModel) -> dict:
 
 def question(tokenizer, text: str) -> tuple[str, list[int], int]:
     """Return a question for display, its tokens in the chat template, and the number of tokens to generate."""
-    from surgery.running.chat_templates import ChatTemplate
+    from surgery.running.chat_templates import render_chat
 
     messages = [{"role": "user", "content": text}]
-    prompt = ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)
+    prompt = render_chat(tokenizer, messages, add_generation_prompt=True)
     return f"{text}\n", tokenizer(prompt, add_special_tokens=False).input_ids, NEW_TOKENS
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 from surgery.checkpoint.disk import disk_errors, write_whole
-from surgery.common.ownership import matching, remove_owned
+from surgery.common.errors import SurgeryError
 from surgery.eval.report import markdown, tracking
 from surgery.eval.report.document import Report
 from surgery.eval.report.figures import PLOTS, save_plots
-from surgery.evaluation.store import ResultStore
+from surgery.evaluation.store import MARKER
 
 DOCUMENT = "report.json"
 
@@ -29,7 +31,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     check_report_files(folder)
     part = folder / PART
     with disk_errors(folder):
-        _clear(part)  # left by a killed process
+        shutil.rmtree(part, ignore_errors=True)  # left by a killed process
         part.mkdir(parents=True, exist_ok=True)
         try:
             plots = save_plots(report, part)
@@ -42,24 +44,29 @@ def write_report(report: Report, folder: Path) -> list[Path]:
             for name in set(FILES) - set(names):
                 (folder / name).unlink(missing_ok=True)
             paths = [folder / name for name in names]
-            ResultStore(folder).record_files(paths)  # before `part` is removed, which marks an unfinished report
         finally:
-            _clear(part)
+            shutil.rmtree(part, ignore_errors=True)
     return paths
 
 
-def _clear(part: Path) -> None:
-    """Remove this program's files from the temporary folder, and the folder once it is empty."""
-    if part.is_dir() and not part.is_symlink():
-        remove_owned(part, matching(("report.*", "*.svg", ".*.partial")))
-
-
 def check_report_files(folder: Path) -> None:
-    """Check that a report replaces only files that this program has written.
+    """Check that a report replaces only files of an evaluation or of its published report.
 
     Raises SurgeryError: a foreign file would be replaced.
     """
-    ResultStore(folder).check_files(FILES, DOCUMENT, unfinished=(folder / PART).is_dir())
+    if (folder / MARKER).is_file() or _is_report(folder / DOCUMENT):
+        return
+    for path in (folder / name for name in FILES):
+        if os.path.lexists(path):
+            raise SurgeryError.at(path, "was not written by surgery; move it away")
+
+
+def _is_report(path: Path) -> bool:
+    """Return whether a document was written by this program, which always records its version."""
+    try:
+        return isinstance(json.loads(path.read_bytes())["surgery_version"], str) and not path.is_symlink()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def track(report: Report, folder: Path, project: str, mode: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from surgery.checkpoint.disk import written_whole
 from surgery.checkpoint.gguf_header import require_gguf
 from surgery.common.errors import SurgeryError
-from surgery.common.ownership import MARK, check_file
+from surgery.common.ownership import check_file
 from surgery.engines.facts import Facts
 from surgery.engines.llama_cpp import obstacle
 from surgery.export.gguf_model import GGUFModel, GGUFTensor
@@ -92,7 +92,6 @@ def export_checkpoint(
     with written_whole(out) as part:
         writer = gguf.GGUFWriter(part, model.architecture)
         try:
-            writer.add_string("surgery.origin", MARK)
             writer.add_name(reader.path.resolve().name)
             writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[weights]))
             model.write_keys(writer)

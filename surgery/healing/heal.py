@@ -26,17 +26,16 @@ from surgery.checkpoint.disk import as_json, disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, HEALING, REPORT
 from surgery.checkpoint.output_path import default_output, output_lock
-from surgery.checkpoint.staging import Staging, owned_partial
+from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.common.interruption import resumes_from
-from surgery.common.ownership import IsOwned, inventory, matching, nested, owned_result
+from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
 from surgery.engines.table import engine_table
 from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
-from surgery.evaluation.store import STORE_FILES
 from surgery.healing.launchers import (
     count_processes,
     ended,
@@ -51,7 +50,6 @@ from surgery.reporting.healing_table import check_healing, gap_closed, quality_t
 from surgery.reporting.report import Report, read_report, reading
 from surgery.running.source_check import open_source
 from surgery.training.models import check_writable
-from surgery.training.run_folder import RUN_FILES
 from surgery.training.settings import LEARNED_FROM, HealSettings
 from surgery.training.trackers import check_tracker
 from surgery.verification.written import Verification
@@ -126,8 +124,8 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
             with output_lock(run) if run.is_dir() else nullcontext():
                 work_folder.clear()
         healing = _healed(request, settings, student, staging, work, progress)
-        if (stays := work_folder.remove()) is not None:
-            progress.note(f"{work}: not removed, because {stays} was not written by surgery")
+        if not work_folder.remove():
+            progress.note(f"{work}: not removed, because it holds files that surgery did not write")
     return Healed(staging.out, healing, settings.teacher)
 
 
@@ -166,12 +164,8 @@ def _healed(
     healing["gap_closed"] = gap_closed(healing["table"])
     staging.create()
     try:
-        staging.claim_like(trained, REPORT, CARD, HEALING)
         with disk_errors(staging.partial):
-            for path in sorted(trained.iterdir()):
-                shutil.copytree(path, staging.partial / path.name) if path.is_dir() else shutil.copy2(
-                    path, staging.partial / path.name
-                )
+            shutil.copytree(trained, staging.partial, dirs_exist_ok=True)
             _write_report(staging.partial, healing, verification, staging.out.name)
         staging.commit()
     except BaseException:
@@ -181,21 +175,10 @@ def _healed(
 
 
 def work_folder_of(out: Path) -> WorkFolder:
-    """Return the work folder of a healing: ``<out>.healing``."""
-    work = out.with_name(f"{out.name}.healing")
-    return WorkFolder(work, lambda: _owned(work))
-
-
-def _owned(work: Path) -> IsOwned:
-    """Match the files that a healing writes to its work folder: settings, the training's output and run folder, the
+    """Return the work folder of a healing, ``<out>.healing``: settings, the training's output and run folder, the
     evaluation, and the converted checkpoint of ``surgery convert --heal``."""
-    folders = {f"{TRAINED}.run": matching(RUN_FILES), EVALUATION: matching(STORE_FILES)}
-    for name in (TRAINED, CONVERTED):
-        if (work / name).is_dir():
-            folders[name] = owned_result(work / name)[0]
-        if (partial := work / f"{name}.partial").is_dir():
-            folders[partial.name] = owned_partial(partial)
-    return nested(matching((SETTINGS, FACTORS)), **folders)
+    outputs = (name for folder in (TRAINED, CONVERTED) for name in (folder, f"{folder}.partial"))
+    return WorkFolder(out.with_name(f"{out.name}.healing"), (SETTINGS, FACTORS, *outputs, f"{TRAINED}.run", EVALUATION))
 
 
 def with_teacher(request: HealRequest, student: CheckpointReader, progress: Progress) -> HealRequest:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import did_you_mean, read_mapping
-from surgery.common.interruption import STARTED_BY
 from surgery.common.removed import removal
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "accelerate"
@@ -74,9 +73,8 @@ def run_interruptible(command: list[str], environment: dict[str, str]) -> int:
     """Run a command and return its exit code; on an interruption the command gets time to save.
 
     The command and its children have their own process group. An interruption sends SIGTERM to the group, a second one
-    SIGKILL. If this process is killed by SIGKILL, the training stops by itself.
+    SIGKILL.
     """
-    environment = environment | {STARTED_BY: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         return process.wait()

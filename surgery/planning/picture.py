@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.disk import written_whole
-from surgery.common.pictures import check_picture, marking
+from surgery.common.pictures import check_picture
 from surgery.structures.registry import find_target
 
 if TYPE_CHECKING:
@@ -73,5 +73,5 @@ def save_figure(figure: Figure, path: Path, **options: Any) -> Path:
     """
     kind = check_picture(path)
     with written_whole(path) as part:
-        figure.savefig(part, format=kind, metadata=marking(kind), **options)
+        figure.savefig(part, format=kind, **options)
     return path

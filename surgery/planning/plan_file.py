@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from surgery.checkpoint.disk import write_whole
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
-from surgery.common.ownership import MARK
-from surgery.evaluation.store import write_whole
 from surgery.structures.registry import Target, find_target
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ def write_plan(plan: Plan, path: Path) -> None:
     else:
         entries = {"to": row.to, "settings": {**of_text, **row.asked}, "predicted": predicted}
         head = f"# {shlex.join(['surgery', 'convert', plan.source['path'], '--plan', str(path)])}\n"
-    head += f"# {MARK}\n"
     write_whole(path, head + yaml.safe_dump(entries, sort_keys=False))
 
 

@@ -41,7 +41,7 @@ class Report:
         previous: report of the source, if it was converted itself.
         healing: record of later recovery training, if any.
         files: SHA-256 of every file except report and card.
-        other_files: SHA-256 of files that are not in ``files``, such as the card; None for large files.
+        other_files: names of the files that are not in ``files``, such as the card.
         source_files: other files of the source: templates and code that were copied, and files that were left out.
         probe: a few logits computed when the checkpoint was written (:mod:`surgery.verification.probe`).
         phase_flops: FLOPs of model runs in each phase, predicted from shapes.
@@ -63,7 +63,7 @@ class Report:
     previous: dict | None = None
     healing: dict | None = None
     files: dict[str, str] | None = None
-    other_files: dict[str, str | None] | None = None
+    other_files: list[str] | None = None
     source_files: dict[str, list[str]] | None = None
     probe: dict | None = None
     phase_peak_bytes: dict[str, int] | None = None

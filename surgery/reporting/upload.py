@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,22 @@ from surgery.checkpoint.hub import is_downloaded
 from surgery.checkpoint.layout import is_hub_blob
 from surgery.common.errors import SurgeryError
 from surgery.common.lineage import lineage
-from surgery.common.private_paths import settings_without_folders, text_without_folders, without_folders
 from surgery.reporting.front_matter import of_source
 from surgery.reporting.report import Report, read_report
 
-IN_MEMORY = 2**24
-"""Bytes above which a file is uploaded from disk; the hub verifies its content against the hash."""
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json", "chat_template.json")
+_FOLDERS = re.compile(r"(?<![\w.:/~-])(?:~?/|[A-Za-z]:[/\\])(?:[^\s\"'`<>/\\]+[/\\])+")
+"""Folders of an absolute path: they reveal how a user's machine is organized."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """Checkpoint ready for upload: content by file name, or the path and SHA-256 of large files.
+    """Checkpoint ready for upload: content, or path of an unchanged file, by name, and SHA-256 of the unchanged files.
 
-    ``fields`` are published values of entries that contained paths, and of commands, by file and entry; ``strays`` are
-    names of files that the report does not list and that are not uploaded.
+    ``strays`` are names of files that the report does not list and that are not uploaded.
     """
 
     files: dict[str, bytes | Path]
     hashes: dict[str, str]
-    fields: dict[str, str]
     strays: list[str]
 
     @property
@@ -46,7 +42,7 @@ class Upload:
 
 
 def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Upload:
-    """Read and verify the files of a checkpoint, and remove local paths from them.
+    """Read and verify the files of a checkpoint; remove the folders of absolute paths from records and source card.
 
     Args:
         repo: repository id, org/name, for the card.
@@ -66,41 +62,25 @@ def prepare_upload(folder: Path, repo: str, base_model: str | None = None) -> Up
     if missing := [name for name in listed if name not in names and is_downloaded(name)]:
         raise SurgeryError.at(folder, f"{missing[0]} is missing; `surgery verify` checks all files")
     files: dict[str, bytes | Path] = {}
-    published, fields = {}, {}
+    hashes, published = {}, {}
     for name in (name for name in listed if name in names):
-        files[name] = _verified_content(folder / name, listed[name], in_memory=_may_hold_paths(name))
-        published[name] = listed[name]
-        if isinstance(content := files[name], bytes):
-            files[name], changed = _without_folders(name, content)
+        path = _check_no_link(folder / name)
+        if hash_file(path) != listed[name]:
+            raise SurgeryError.at(path, "was changed after it was written; `surgery verify` checks all files")
+        if kind_of(name) is Kind.RECORD:
+            files[name] = _record_without_folders(path)
             published[name] = hashlib.sha256(files[name]).hexdigest()
-            fields |= changed
-    hashes = {name: published[name] for name, content in files.items() if isinstance(content, Path)}
-    cleaned = {**without_folders(report), "lineage": _lineage(report), "files": published}
-    changes = _changes({**report, "files": published}, cleaned)
-    fields |= {f"{REPORT}: {entry}": value for entry, value in (*changes, ("command", str(cleaned.get("command"))))}
+        else:
+            files[name], hashes[name] = path, listed[name]
+    cleaned = {**_without_folders(report), "lineage": _lineage(report), "files": {**hashes, **published}}
     files[_check_no_link(folder / REPORT).name] = (json.dumps(cleaned, indent=2) + "\n").encode()
     if SOURCE_CARD in names:
         with disk_errors(folder):
             text = _check_no_link(folder / SOURCE_CARD).read_text(encoding="utf-8", errors="replace")
-        files[SOURCE_CARD] = text_without_folders(text).encode()
+        files[SOURCE_CARD] = _FOLDERS.sub("", text).encode()
     card = Report.of(cleaned).card(repo, base_model=base_model, inherited=of_source(folder))
     files[CARD] = card.encode()
-    return Upload(files, hashes, fields, summary(name for name in names if name not in {*files, *listed}))
-
-
-def _verified_content(path: Path, sha256: str, *, in_memory: bool) -> bytes | Path:
-    """Return the content of a file, or the path of a large one, after checking its hash.
-
-    Raises SurgeryError: the hash differs from the report's, or the file is a link.
-    """
-    _check_no_link(path)
-    with disk_errors(path):
-        large = path.stat().st_size > IN_MEMORY and not in_memory
-        content = path if large else path.read_bytes()
-        digest = hash_file(path) if large else hashlib.sha256(content).hexdigest()
-    if digest != sha256:
-        raise SurgeryError.at(path, "was changed after it was written; `surgery verify` checks all files")
-    return content
+    return Upload(files, hashes, summary(name for name in names if name not in {*files, *listed}))
 
 
 def _check_no_link(path: Path) -> Path:
@@ -110,27 +90,28 @@ def _check_no_link(path: Path) -> Path:
     return path
 
 
-def _without_folders(name: str, content: bytes) -> tuple[bytes, dict[str, str]]:
-    """Remove folders from the paths in a JSON file or log; return the new content and the changed entries."""
-    if not _may_hold_paths(name):
-        return content, {}
-    clean = without_folders if kind_of(name) is Kind.RECORD else settings_without_folders
+def _record_without_folders(path: Path) -> bytes:
+    """Return a JSON or JSONL file without the folders of absolute paths.
+
+    Raises SurgeryError: it cannot be read.
+    """
     try:
-        lines = content.splitlines() if name.endswith(".jsonl") else [content]
-        values = [json.loads(line) for line in lines if line.strip()]
-    except (ValueError, RecursionError):
-        return content, {}
-    cleaned = [clean(value) for value in values]
-    changes = {f"{name}: {entry}": new for pair in zip(values, cleaned, strict=True) for entry, new in _changes(*pair)}
-    if cleaned == values:
-        return content, {}
-    indent = None if name.endswith(".jsonl") else 2
-    return "".join(json.dumps(value, indent=indent, ensure_ascii=False) + "\n" for value in cleaned).encode(), changes
+        with disk_errors(path):
+            text = path.read_text(encoding="utf-8")
+        values = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+    except (ValueError, RecursionError) as error:
+        raise SurgeryError.at(path, f"not valid JSON ({error})") from None
+    indent = None if path.suffix == ".jsonl" else 2
+    return "".join(json.dumps(_without_folders(value), indent=indent) + "\n" for value in values).encode()
 
 
-def _may_hold_paths(name: str) -> bool:
-    """Return whether a file is JSON other than a vocabulary or the index of the weights."""
-    return name.endswith((".json", ".jsonl")) and name not in _VOCABULARIES and not name.endswith(".index.json")
+def _without_folders(value: Any) -> Any:
+    """Remove the folders of absolute paths from a JSON value: ``/home/me/text.txt`` becomes ``text.txt``."""
+    if isinstance(value, dict):
+        return {_without_folders(name): _without_folders(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value
 
 
 def _lineage(report: dict[str, Any]) -> str | None:
@@ -138,15 +119,3 @@ def _lineage(report: dict[str, Any]) -> str | None:
         return lineage(report)
     except (KeyError, TypeError):
         return None
-
-
-def _changes(before: Any, after: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """Yield path and new text of the entries that differ between two JSON values."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for (name, old), new in zip(before.items(), after.values(), strict=False):
-            yield from _changes(old, new, f"{at}.{name}" if at else name)
-    elif isinstance(before, list) and isinstance(after, list):
-        for number, (old, new) in enumerate(zip(before, after, strict=False)):
-            yield from _changes(old, new, f"{at}[{number}]")
-    elif before != after:
-        yield at, str(after)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.common.errors import SurgeryError
-from surgery.common.ownership import MARK, check_file
+from surgery.common.ownership import check_file
 from surgery.common.progress import Progress
 from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_of, located, pop_required
 
@@ -153,10 +153,10 @@ def _plan_unless_done(path: Path, source: str, settings: PlanSettings, progress:
             )
         progress.note(f"{path}: is there already")
         return
-    check_file(facts_path, overwrite=True, option="--work")
+    check_file(facts_path, overwrite=False, option="--work")
     result = make_plan(source, settings, out=path, restart=restart, progress=progress)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {**result.to_dict(), "sha256": result.source["sha256"], "origin": MARK}
+    facts = {**result.to_dict(), "sha256": result.source["sha256"]}
     write_whole(facts_path, json.dumps(facts, indent=1) + "\n")
     write_plan(result, path)

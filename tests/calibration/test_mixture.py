@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chat_process import one_chat_process
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.calibration import installed, mixture
@@ -176,13 +175,6 @@ def test_installed_code_is_that_of_its_packages():
     assert name.split()[0] in ("torch", "transformers") and ("import" in text or "def " in text)
 
 
-@pytest.fixture
-def one_process(tokenizer):
-    with one_chat_process(tokenizer):
-        yield
-
-
-@pytest.mark.usefixtures("one_process")
 def test_conversations_are_in_the_template_and_long_enough(model, tokenizer):
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = TEMPLATE

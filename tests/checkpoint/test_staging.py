@@ -12,9 +12,9 @@ import torch
 from surgery.checkpoint import CheckpointWriter, TensorSpec, check_output, parse_size
 from surgery.checkpoint.file_hashes import REPORT
 from surgery.checkpoint.output_path import default_output
-from surgery.checkpoint.staging import MARKER, Staging
+from surgery.checkpoint.staging import MARKER
 from surgery.common.errors import SurgeryError
-from surgery.common.ownership import Ledger, inventory
+from surgery.common.ownership import inventory
 
 PLAN = {"a": TensorSpec(torch.float32, (2,))}
 FILES = ["config.json", "model.safetensors", REPORT]
@@ -30,12 +30,9 @@ def write(out, value: float = 1.0, **options):
 
 
 def leave(partial: Path, name: str, content: bytes = b"x") -> None:
-    """Makes what a killed run leaves: a ledger, and a file that it lists."""
+    """Makes what a killed run leaves: a marker and a file."""
     (partial / name).parent.mkdir(parents=True)
-    with open(partial / MARKER, "a") as file:
-        ledger = Ledger(partial / MARKER)
-        ledger.open(file)
-        ledger.claim_files(name)
+    (partial / MARKER).touch()
     (partial / name).write_bytes(content)
 
 
@@ -80,15 +77,6 @@ class TestExistingOutput:
         assert (tmp_path / "link").is_symlink()
         assert "2.0" in (tmp_path / "real" / "config.json").read_text()
 
-    def test_appears_while_writing(self, tmp_path):
-        out = tmp_path / "out"
-        with pytest.raises(SurgeryError, match="exists"), CheckpointWriter(out, PLAN) as writer:
-            writer.write("a", torch.ones(2))
-            out.mkdir()
-            (out / "x").write_text("x")
-            writer.commit()
-        assert sorted(os.listdir(tmp_path)) == ["out"]
-
     @pytest.mark.parametrize("exists", [True, False])
     @pytest.mark.parametrize(
         ("error", "expected"),
@@ -112,14 +100,7 @@ class TestExistingOutput:
     def test_old_output_that_cannot_be_removed(self, tmp_path, monkeypatch):
         out = write(tmp_path / "out")
 
-        unlink = Path.unlink
-
-        def failing(path, **options):
-            if ".replaced-" in str(path):
-                raise OSError(13, "Permission denied")
-            unlink(path, **options)
-
-        monkeypatch.setattr(Path, "unlink", failing)
+        monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)
         with pytest.warns(UserWarning, match="could not be removed"):
             write(out, 2.0, overwrite=True)
         assert "2.0" in (out / "config.json").read_text()
@@ -177,19 +158,6 @@ class TestLeftovers:
             writer.write("a", torch.ones(2))
             writer.commit()
         assert (tmp_path / "out" / "model.safetensors").exists()
-
-    def test_two_that_saw_no_other(self, tmp_path, monkeypatch, disk):
-        """Both looked before either began: the later leaves what the earlier has written."""
-        early, late = (Staging(tmp_path / "out", overwrite=False) for _ in range(2))
-        early.create()
-        (early.partial / "config.json").write_text("{}")
-        before = disk()
-        monkeypatch.setattr(late, "_check_leftover", lambda: None)
-        with pytest.raises(SurgeryError, match="another surgery"):
-            late.create()
-        assert disk() == before
-        early.commit()
-        assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["config.json"]
 
     def test_killed_process(self, tmp_path):
         """A lock dies with its process, so what SIGKILL leaves is cleared by the next run."""

@@ -278,7 +278,7 @@ def test_disk_fails_while_writing(tmp_path, disk, monkeypatch, code, words):
 
 def test_interrupts(tmp_path, disk):
     before = disk()
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "deep" / "er" / "out", PLAN) as writer:
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", PLAN) as writer:
         writer.write("a", A)
         writer.write_text("sub/x", "x")
         assert writer.partial.is_dir()
@@ -293,7 +293,7 @@ def test_interrupt_while_files_are_made(tmp_path, disk, monkeypatch):
 
     before = disk()
     monkeypatch.setattr("surgery.checkpoint.writer.encode_header", interrupted)
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "deep" / "out", PLAN):
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", PLAN):
         pass
     assert disk() == before
 

@@ -10,8 +10,7 @@ from sample_report import sample_report
 
 from surgery.checkpoint import disk
 from surgery.common.errors import SurgeryError
-from surgery.evaluation.output import check_report_files, write_report
-from surgery.evaluation.store import ResultStore
+from surgery.evaluation.output import write_report
 
 
 def short_report():
@@ -54,11 +53,3 @@ def test_a_report_replaces_all_files_of_an_earlier_version(tmp_path):
     files = write_report(report, tmp_path)
     assert [path.name for path in files] == ["report.json", "report.md", "loss-by-position.svg"]
     assert sorted(files) == sorted(tmp_path.iterdir()) and disk.read_json(files[0]) == report
-    store = ResultStore.open(tmp_path / "resumed")
-    (store.folder / "report.html").write_text("page")
-    store.record_files([store.folder / "report.html"])
-    check_report_files(store.folder)
-    (store.folder / "report.html").write_text("my notes")
-    with pytest.raises(SurgeryError, match="edited since") as error:
-        write_report(report, store.folder)
-    assert error.value.path == store.folder / "report.html"

@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,15 +100,6 @@ def test_a_source_that_vanishes(conversion, monkeypatch):
     check_refused(conversion, *conversion.run(), "source", source=False)
 
 
-def test_a_source_that_becomes_shorter(conversion, monkeypatch):
-    file = conversion.source / "model.safetensors"
-    whole = file.read_bytes()
-    when_layers_are_done(monkeypatch, lambda: file.write_bytes(whole[:5000]))
-    ended, lines = conversion.run()
-    file.write_bytes(whole)
-    check_refused(conversion, ended, lines, "was truncated while it was read")
-
-
 @pytest.mark.parametrize("settings", ["torch", "python"])
 def test_memory_that_runs_out(conversion, monkeypatch, settings):
     room = {"torch": lambda: torch.empty(2**60, dtype=torch.uint8), "python": lambda: bytes(2**60)}
@@ -128,18 +118,6 @@ def test_an_output_that_cannot_be_written(conversion, monkeypatch, code):
 
     monkeypatch.setattr(Path, "mkdir", refused)
     check_refused(conversion, *conversion.run(), "out.partial")
-
-
-@pytest.mark.parametrize("jump", [-86_400.0, 31_536_000.0])
-def test_a_clock_that_jumps(conversion, monkeypatch, jump):
-    """Durations are read from the clock that only goes forward."""
-    real, calls = time.time, []
-    monkeypatch.setattr(time, "time", lambda: real() + jump * len(calls) + (calls.append(0) or 0))
-    ended, _ = conversion.run("--json")
-    assert ended == 0 and CheckpointReader.open(conversion.out).names()
-    from surgery.reporting.report import previous_report
-
-    assert all(0 <= seconds < 600 for seconds in previous_report(conversion.out)["seconds"].values())
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from surgery.checkpoint.gguf_header import read_gguf_header
 from surgery.checkpoint.gguf_model import describe_model
 from surgery.checkpoint.gguf_store import GgufStore
-from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 
-UINT8, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, FLOAT64 = 0, 5, 6, 7, 8, 9, 10, 12
-COUNTS = (0, 1, 2, 7, 64, 2**31, 2**60, 2**64 - 1)
+INT32, FLOAT32, STRING, UINT64, FLOAT64 = 5, 6, 8, 10, 12
 METADATA = {
     "general.architecture": (STRING, "llama"),
     "llama.block_count": (UINT64, 1),
@@ -48,10 +46,7 @@ def text(value: str) -> bytes:
 def packed(kind: int, value) -> bytes:
     if kind == STRING:
         return text(value)
-    if kind == ARRAY:
-        inner, items = value
-        return struct.pack("<IQ", inner, len(items)) + b"".join(packed(inner, item) for item in items)
-    code = {UINT8: "B", INT32: "i", FLOAT32: "f", BOOL: "?", UINT64: "Q", FLOAT64: "d"}[kind]
+    code = {INT32: "i", FLOAT32: "f", UINT64: "Q", FLOAT64: "d"}[kind]
     return struct.pack(f"<{code}", value)
 
 
@@ -67,19 +62,6 @@ def gguf_bytes(metadata, tensors, room: int = 4096) -> bytes:
 
 def plain(tensors):
     return {name: (0, shape, 0) for name, shape in tensors.items()}
-
-
-VALUES = (
-    st.tuples(st.just(UINT64), st.sampled_from(COUNTS))
-    | st.tuples(st.just(INT32), st.sampled_from((-32, -1, 0, 3)))
-    | st.tuples(st.sampled_from((FLOAT32, FLOAT64)), st.sampled_from((0.0, -1.0, float("inf"), float("nan"), 1e38)))
-    | st.tuples(st.just(STRING), st.sampled_from(("", "qwen2", "../x", "nan", "\x1b[2J")))
-    | st.tuples(st.just(BOOL), st.booleans())
-    | st.just((ARRAY, (UINT8, [1, 2])))
-    | st.just((ARRAY, (ARRAY, [(ARRAY, [])])))
-)
-SHAPES = st.lists(st.sampled_from(COUNTS), min_size=0, max_size=5).map(tuple)
-ENTRIES = st.tuples(st.sampled_from((0, 1, 2, 8, 12, 30, 39, 99)), SHAPES, st.sampled_from((0, 1, 32, 2**63)))
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +83,6 @@ def test_the_file_without_changes_is_read(file):
     tensors = {name: shape for name, shape in TENSORS.items() if name != "rope_freqs.weight"}
     file.write_bytes(gguf_bytes(METADATA, plain(tensors)))
     assert read_all(file).config["num_hidden_layers"] == 1
-
-
-@given(st.dictionaries(st.sampled_from(sorted(METADATA)), VALUES, min_size=1, max_size=3), st.booleans())
-@cases(37)
-def test_metadata(file, changes, scaled):
-    tensors = {name: shape for name, shape in TENSORS.items() if scaled or name != "rope_freqs.weight"}
-    file.write_bytes(gguf_bytes(METADATA | changes, plain(tensors)))
-    taken_or_refused(lambda: read_all(file))
-
-
-@given(st.dictionaries(st.sampled_from((*TENSORS, "blk.9.x", "")), ENTRIES, min_size=1, max_size=3))
-@cases(25)
-def test_tensors(file, changes):
-    file.write_bytes(gguf_bytes(METADATA, plain(TENSORS) | changes))
-    taken_or_refused(lambda: read_all(file))
 
 
 @pytest.fixture(scope="module")
@@ -150,24 +117,3 @@ def test_found(result, file):
     file.write_bytes(gguf_bytes(METADATA | FOUND[result], plain(TENSORS)))
     with pytest.raises(SurgeryError):
         read_all(file)
-
-
-TOKENIZER = {
-    "tokenizer.ggml.model": (STRING, "gpt2"),
-    "tokenizer.ggml.pre": (STRING, "gpt-2"),
-    "tokenizer.ggml.tokens": (ARRAY, (STRING, ["a", "b", "ab", "c"] + [str(number) for number in range(12)])),
-    "tokenizer.ggml.merges": (ARRAY, (STRING, ["a b"])),
-    "tokenizer.ggml.token_type": (ARRAY, (INT32, [1, 1, 1, 3])),
-    "tokenizer.ggml.eos_token_id": (UINT64, 3),
-    "tokenizer.ggml.add_bos_token": (BOOL, True),
-    "tokenizer.chat_template": (STRING, "{{ messages }}"),
-}
-LISTS = st.sampled_from((["a b c"], ["x y"], [""], ["a"] * 4, [" "]))
-ODD = VALUES | LISTS.map(lambda items: (ARRAY, (STRING, items)))
-
-
-@given(st.dictionaries(st.sampled_from(sorted(TOKENIZER)), ODD, max_size=2))
-@cases(15)
-def test_tokenizers(file, tmp_path_factory, changes):
-    file.write_bytes(gguf_bytes(METADATA | TOKENIZER | changes, plain({"token_embd.weight": (8, 16)})))
-    taken_or_refused(lambda: CheckpointReader.open(file))

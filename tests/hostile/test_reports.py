@@ -7,15 +7,12 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
-from hostile import MARKUP, OUTSIDE, cases, damaged, mutated, taken_or_refused
+from hostile import MARKUP, OUTSIDE, cases, mutated, taken_or_refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sample_report import sample_report
 
-from surgery.console.evaluation import show_evaluation
 from surgery.eval.report import markdown
-from surgery.eval.report.document import merge, read_report, undamaged
-from surgery.evaluation.output import write_report
 from surgery.reporting.card import model_card
 from surgery.reporting.front_matter import front_matter, of_source
 from surgery.reporting.report import Report, previous_report
@@ -28,39 +25,6 @@ BREAKOUTS = st.sampled_from((*MARKUP, *OUTSIDE, *OWN)) | st.text(alphabet="<>&\"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("hostile")
-
-
-def compared(folder, *, paths: bool):
-    with undamaged(["report.json"]):
-        merged = merge([read_report(folder / "report.json")], ["report.json"])
-        if paths:
-            (folder / "out").mkdir(exist_ok=True)
-            write_report(merged, folder / "out")
-        show_evaluation(merged, [], as_json=False)
-
-
-@given(mutated(REPORT))
-@cases(10)
-def test_evaluations(folder, capsys, report):
-    (folder / "report.json").write_text(json.dumps(report))
-    taken_or_refused(lambda: compared(folder, paths=False))
-    capsys.readouterr()
-
-
-@given(mutated(REPORT))
-@cases(1, limit=200)
-def test_evaluations_written(folder, capsys, report):
-    (folder / "report.json").write_text(json.dumps(report))
-    taken_or_refused(lambda: compared(folder, paths=True))
-    capsys.readouterr()
-
-
-@given(damaged(json.dumps(REPORT).encode()) | st.sampled_from((b"[" * 10**5, b"[]", b"{}", b"\xff", b"1" * 5000)))
-@cases(7)
-def test_bytes(folder, capsys, content):
-    (folder / "report.json").write_bytes(content)
-    taken_or_refused(lambda: compared(folder, paths=False))
-    capsys.readouterr()
 
 
 class Elements(HTMLParser):

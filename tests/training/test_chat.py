@@ -5,7 +5,6 @@ from functools import cache
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_process import one_chat_process
 from tiny_models import DEMO
 from training_data import opened_data
 from transformers import AutoTokenizer
@@ -25,12 +24,6 @@ TURNS = [
     {"role": "user", "content": "and words?"},
     {"role": "assistant", "content": "none at all"},
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process():
-    with one_chat_process(demo_tokenizer()):
-        yield
 
 
 @cache
@@ -65,9 +58,13 @@ def test_what_is_no_conversation_is_named(record):
         ChatEncoder(tokenizer_with(PLAIN))(record, "line 4")
 
 
-def test_templates_that_refuse_or_are_missing():
-    with pytest.raises(SurgeryError, match=r"line 4: the chat template .* rejects the conversation: no such role"):
-        ChatEncoder(tokenizer_with(PLAIN))({"messages": [{"role": "refused", "content": "x"}]}, "line 4")
+@pytest.mark.parametrize("template", [PLAIN, "{% for %}", "{{ messages[99].content.x }}", "{{ ().__class__.x }}"])
+def test_templates_that_refuse(template):
+    with pytest.raises(SurgeryError, match=r"line 4: the chat template .* rejects the conversation: .+"):
+        ChatEncoder(tokenizer_with(template))({"messages": [{"role": "refused", "content": "x"}]}, "line 4")
+
+
+def test_no_template():
     with pytest.raises(SurgeryError, match="no chat template"):
         ChatEncoder(tokenizer_with(None))
 
