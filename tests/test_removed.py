@@ -54,6 +54,7 @@ LINES |= {
     "run copy": ["recipes", "--copy", "testbed-mla"],
     "config copy": ["configs", "--copy", "mla"],
     "quantized window": ["convert", "builtin", "--to", "quantized", "--window", "4"],
+    "keep_quantised": ["convert", "builtin", "--to", "mla", "--keep-quantised"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 

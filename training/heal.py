@@ -30,6 +30,7 @@ from surgery.checkpoint.disk import as_json, disk_errors
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import REPORT as CONVERSION
 from surgery.checkpoint.file_kinds import list_files
+from surgery.checkpoint.model_folder import model_folder
 from surgery.checkpoint.named_models import model_named
 from surgery.checkpoint.output_path import output_lock
 from surgery.checkpoint.staging import Staging
@@ -385,7 +386,7 @@ def _write(
     staging = _staging(settings, reader)
     staging.create()
     try:
-        copied = reader.model_folder() if reader.stored_names else reader.path
+        copied = model_folder(reader) if reader.stored_names else reader.path
         staging.claim_like(copied, "*.safetensors", "*.json", f"{ADAPTER}/*", REPORT, LOG)
         staging.claim(*carried.names, *carried.records)
         write_healed(reader, settings, trained, staging.partial, carried)

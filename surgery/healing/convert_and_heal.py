@@ -152,7 +152,7 @@ def _check_healable(request: ConversionRequest, healing: HealRequest, outline: P
     tokenizer_of(teacher, remedy="--heal trains on text: use a checkpoint with a tokenizer, or leave --heal out")
     if not outline.exists():
         structure, _ = open_request(request, Progress(silent=True))
-        outline_result(outline, structure, request.settings)
+        outline_result(outline, structure)
     if outline.exists():
         try:
             student = open_source(outline)

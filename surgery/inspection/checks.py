@@ -24,6 +24,7 @@ from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.file_kinds import as_text, summary
 from surgery.checkpoint.kv_widths import DECILM
+from surgery.checkpoint.model_folder import model_folder
 from surgery.checkpoint.tensors import all_finite
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
@@ -226,7 +227,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     groups of tokens are not read in pieces either: the pass that completes a group computes another function. Raises
     SurgeryError: transformers does not load the model, or logits depend on splits or on other rows.
     """
-    model = whole_model(reader.model_folder(), dtype=torch.float32).to(opened.stream.device)
+    model = whole_model(model_folder(reader), dtype=torch.float32).to(opened.stream.device)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(opened.config.vocab_size, (1, LENGTH), generator=generator).to(model.device)
     whole = model(ids).logits

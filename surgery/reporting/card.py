@@ -69,7 +69,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
 {_describe_cache(source, target)}{_describe_quantization(target)}, method
-`{in_code(target["method"])}`. The KV bytes were measured on live caches.{_kept_matrices(report)}
+`{in_code(target["method"])}`. The KV bytes were measured on live caches.
 
 ```python
 {loading}
@@ -187,14 +187,6 @@ def _describe_quantization(target: dict) -> str:
     rotation = ", a Hadamard rotation folded into the weights" if target["hadamard"] else ""
     window = f", the last {cache['window']} tokens in full precision" if cache["window"] else ""
     return f" as {cache['format']} in groups of {cache['group']}{window}{rotation}"
-
-
-def _kept_matrices(report) -> str:
-    """Describe the matrices that stayed quantized; empty after healing, which writes all of them unquantized."""
-    if not report.settings.get("keep_quantised") or report.healing:
-        return ""
-    codes = in_markdown(report.source["dequantised_from"])
-    return f"\nMatrices outside of attention are stored in {codes}, as in the source."
 
 
 def _range(numbers: list[int]) -> str:

@@ -1,16 +1,17 @@
 """Quantized matrices whose parts and config do not belong together: read as something of their shape, or refused."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from hostile import JUNK, cases, mutated, taken_or_refused
 from hypothesis import given
 from hypothesis import strategies as st
-from quantized_checkpoints import FORMATS, KNOWN
+from quantized_checkpoints import FORMATS
 
 from surgery.checkpoint.dequantized_store import DequantizedStore
-from surgery.checkpoint.quantized import quantization_of
+from surgery.checkpoint.quantized import quantized_matrices
 from surgery.checkpoint.tensors import TensorInfo, as_bytes
 
 WEIGHT = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
@@ -55,19 +56,18 @@ def tensors(draw, parts):
     return result
 
 
-@pytest.mark.parametrize("kind", [*KNOWN, *FORMATS])
+@pytest.mark.parametrize("kind", FORMATS)
 @given(st.data())
 @cases(6)
 def test_parts_that_do_not_belong_together(kind, data):
-    message, quantize = KNOWN.get(kind) or FORMATS[kind]
-    results = quantize(WEIGHT)
-    parts = data.draw(tensors(results[0] if kind in KNOWN else results))
+    message, quantize = FORMATS[kind]
+    parts = data.draw(tensors(quantize(WEIGHT)))
     config = {"quantization_config": data.draw(mutated(message, JUNK) | st.just(message)), "dtype": "bfloat16"}
     store = InMemory({MODULE + part: tensor.contiguous() for part, tensor in parts.items()})
-    result = taken_or_refused(lambda: quantization_of(config, store))
-    if result is None:
+    result = taken_or_refused(lambda: quantized_matrices(config, store, Path("model")))
+    if not result:
         return
-    read = DequantizedStore(store, result.matrices)
+    read = DequantizedStore(store, result)
     for name, info in read.infos.items():
         out = torch.empty(info.nbytes, dtype=torch.uint8)
         taken_or_refused(partial(read.read, name, [(0, info.nbytes)], out))

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
-from surgery.structures.settings import Allocation, StructureSettings, check_spectrum
+from surgery.structures.settings import Allocation, check_spectrum
 
 Method = Literal["fisher", "kv-heads", "mean-pool", "key-norm"]
 
 
 @dataclass(frozen=True)
-class KVHeadsSettings(StructureSettings):
+class KVHeadsSettings(ConversionSettings):
     """Settings of ``surgery convert --to gqa`` and ``--to mqa``, which keeps one head."""
 
     method: Method = setting(
