@@ -23,7 +23,6 @@ from transformers import DynamicCache
 from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.file_kinds import as_text, summary
-from surgery.checkpoint.kv_widths import DECILM
 from surgery.checkpoint.model_folder import model_folder
 from surgery.checkpoint.tensors import all_finite
 from surgery.common.errors import SurgeryError
@@ -104,10 +103,6 @@ def verify_checkpoint(
     others = {as_text(name): kind.value for name, kind in compared.unlisted.items()}, report.source_files or {}
     checks.append(_check("files", lambda: _files(report, compared)))
     checks.append(_check("numbers", lambda: _numbers(reader, progress)))
-    if reader.config.get("model_type") == DECILM:
-        why = "transformers has no class for it; vLLM and llama.cpp do"
-        checks += [Check(name, NOT_CHECKED, why) for name in ("caches", "KV bytes", "logits", "whole model")]
-        return Checked(str(source), checks, *others)
     running: dict[str, Any] = {}
 
     def opened():

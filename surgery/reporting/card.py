@@ -39,11 +39,6 @@ from transformers import {pictures}, AutoProcessor
 
 model = {pictures}.from_pretrained("{name}", dtype="auto")
 processor = AutoProcessor.from_pretrained("{name}")""",
-    "nemotron-nas": """\
-# A class of vLLM and llama.cpp, not of transformers.
-from vllm import LLM
-
-model = LLM("{name}", trust_remote_code=True)""",
 }
 
 

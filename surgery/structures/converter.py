@@ -184,10 +184,6 @@ def _conclude(
     if useless := useless_layers(outcome.layers):
         outcome = replace(outcome, target={**outcome.target, "useless_layers": useless})
     report = build_report(work, outcome, verification, writer.out.name, writer.plan, command)
-    if outcome.final_config is not None:
-        writer.write_json(CONFIG, outcome.final_config)
-        for path in outcome.final_code:
-            writer.copy_file(path, path.name)
     config = read_json(writer.partial / CONFIG)
     if (own := carried.own_config(config, list_files(writer.partial))) != config:
         writer.write_json(CONFIG, own)
@@ -266,7 +262,7 @@ def _target(work: ConversionContext, outcome: Outcome, name: str) -> dict:
     """Build the report's entry of the target: name, class and the engines that load it."""
     # By the outcome's name, not the settings: a slice keeps its source's target, and kv_heads decides gqa or mqa.
     target, to = TARGETS.get(outcome.target["to"]), outcome.target["to"]
-    config = whole_config(work.opened.reader, outcome.final_config or outcome.config)
+    config = whole_config(work.opened.reader, outcome.config)
     return {
         **outcome.target,
         "model_type": config["model_type"],
