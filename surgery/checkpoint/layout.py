@@ -26,8 +26,6 @@ ADAPTER = "adapter_config.json"
 _RANK_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Per-rank shard of torch's distributed checkpoints, which transformers prefers to all other weights."""
 
-FOLLOW_LINKS = "SURGERY_FOLLOW_LINKS"
-"""Environment variable of ``--follow-links``, inherited by child processes."""
 _HUB_BLOB = re.compile(r".*/models--[^/]+/blobs/[0-9a-f]{40}([0-9a-f]{24})?")
 
 
@@ -66,7 +64,6 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
             f"{len(missing)} of {len(weights.files)} weight files missing, first {missing[0]};"
             " download the checkpoint again",
         )
-    check_links(folder, [folder / file for file in weights.files])
     return weights
 
 
@@ -86,32 +83,6 @@ def _check_rivals(folder: Path) -> None:
             f"{shards[0]} is a shard of a distributed checkpoint, which transformers would load instead"
             " of other weights; consolidate it (load and save_pretrained), or remove it",
         )
-
-
-def check_links(folder: Path, files: Iterable[Path]) -> None:
-    """Refuse links that lead out of a folder: a foreign file would be read and copied to the output.
-
-    Two kinds of links into the hub's cache are allowed: from a snapshot to its model's ``blobs``, and from any folder
-    to a file named by its hash in the ``blobs`` of any model, as ``hf download --local-dir`` created. The environment
-    variable `FOLLOW_LINKS` allows all links. Raises SurgeryError: a file is a link to a path that is not allowed.
-    """
-    if follows_links():
-        return
-    root = Path(os.path.realpath(folder))
-    homes = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
-    for path in files:
-        real = Path(os.path.realpath(path))
-        if not any(home in real.parents for home in homes) and not is_hub_blob(real):
-            raise SurgeryError.at(
-                path,
-                f"is a link to {real}, outside of its folder; pass --follow-links if you trust it, or replace"
-                " the link with a copy",
-            )
-
-
-def follows_links() -> bool:
-    """Return whether all links are allowed."""
-    return os.environ.get(FOLLOW_LINKS, "0") != "0"
 
 
 def is_hub_blob(path: Path) -> bool:
@@ -201,7 +172,6 @@ def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weigh
     has_single = os.path.lexists(folder / single)
     index = _read_index(folder / index_name) if os.path.lexists(folder / index_name) else None
     if index is not None:
-        check_links(folder, [folder / index_name])
         files = sorted(set(index.values()))
         if has_single and files != [single]:
             raise SurgeryError.at(folder, f"has both {single} and an {index_name} of other files; remove the stale one")

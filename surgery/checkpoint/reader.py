@@ -25,7 +25,6 @@ from surgery.checkpoint.layout import (
     WEIGHTS_INDEX,
     FolderFiles,
     check_index,
-    check_links,
     find_sidecars,
     find_weights,
     stamp_of,
@@ -108,7 +107,6 @@ class CheckpointReader:
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
             stamp = stamp_of(path)  # before reading, so that later changes are detected
-            check_links(path, [path / CONFIG])
             config = read_config(path / CONFIG)
             weights = find_weights(path, allow_pickle=allow_pickle)
             store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
@@ -116,15 +114,12 @@ class CheckpointReader:
             if not store.infos:
                 raise SurgeryError.at(path, "its weight files contain no tensors; use a complete checkpoint")
             files = find_sidecars(path, weights.files)
-            check_links(path, files.paths)
             return cls(path, config, store, files, stamp=stamp)._cleaned()._dequantized()
 
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
         if len(files) > 1:
             raise SurgeryError.at(path, f"contains {len(files)} GGUF files ({files[0].name}, ...); pass one of them")
-        if files != [path]:
-            check_links(path, files)
         stamp = stamp_of(files[0])
         opened = open_gguf(files[0])
         store = GgufStore(opened.file, opened.model.tensors, opened.model.dtype)

@@ -1,7 +1,6 @@
 """Weight files that nobody meant well with: safetensors headers, indices, links, and pickles where they are allowed."""
 
 import json
-import os
 import pickle
 import zipfile
 
@@ -97,44 +96,6 @@ def shards(**files):
 def test_indices(sharded, index):
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     taken_or_refused(lambda: read_all(sharded))
-
-
-LINKED = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "LICENSE", "code.py")
-
-
-@pytest.mark.parametrize("name", LINKED)
-@pytest.mark.parametrize("absolute", [True, False])
-def test_links_out_of_the_folder_are_refused(name, absolute, tmp_path):
-    folder, secret = tmp_path / "weights", tmp_path / "secret"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(FILE)
-    content = {"config.json": b"{}", "model.safetensors": FILE}
-    index = {"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}
-    secret.write_bytes(content.get(name, json.dumps(index).encode()))
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(secret if absolute else os.path.relpath(secret, (folder / name).parent))
-    with pytest.raises(SurgeryError, match=r"is a link to .*secret.*, outside of its folder; .*--follow-links"):
-        CheckpointReader.open(folder)
-
-
-@pytest.mark.parametrize("home", [".", "blobs", "models--org--name/blobs"])
-def test_links_within_a_folder_and_in_the_hubs_cache_are_followed(home, tmp_path):
-    """Follow links to a snapshot's own blobs, and to none next to any folder."""
-    folder = tmp_path / "models--org--name" / "snapshots" / "0f3a"
-    blobs = folder / "real" if home == "." else tmp_path / home
-    folder.mkdir(parents=True)
-    blobs.mkdir(parents=True)
-    files = {"config.json": b"{}", "model.safetensors": FILE, "tokenizer.json": b"{}"}
-    for number, (name, content) in enumerate(files.items()):
-        (blobs / str(number)).write_bytes(content)
-        (folder / name).symlink_to(os.path.relpath(blobs / str(number), folder))
-    if home == "blobs":
-        with pytest.raises(SurgeryError, match="outside of its folder"):
-            CheckpointReader.open(folder)
-    else:
-        assert set(read_all(folder)) == set(TENSORS)
-        assert CheckpointReader.open(folder).sidecars() == [folder / "tokenizer.json"]
 
 
 @pytest.fixture(scope="module")
