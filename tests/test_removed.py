@@ -57,6 +57,7 @@ LINES |= {
     "run copy": ["recipes", "--copy", "testbed-mla"],
     "config copy": ["configs", "--copy", "mla"],
     "quantized window": ["convert", "builtin", "--to", "quantized", "--window", "4"],
+    "allow_pickle": ["convert", "builtin", "--to", "gqa", "--allow-pickle"],
     "follow_links": ["inspect", "builtin", "--follow-links"],
     "keep_quantised": ["convert", "builtin", "--to", "mla", "--keep-quantised"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"
-PICKLE_INDEX = "pytorch_model.bin.index.json"
-WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, PICKLE, PICKLE_INDEX)
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, *PICKLES)
 
 ADAPTER = "adapter_config.json"
 _RANK_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -35,25 +34,22 @@ class Weights:
 
     files: list[str]
     index: dict[str, str] | None
-    pickled: bool
 
 
-def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
+def find_weights(folder: Path) -> Weights:
     """Find the weight files of a folder and check that all exist.
 
-    Raises SurgeryError: there are no weights, a shard is missing, the index is damaged or contains a path, the weights
-    are pickled and ``allow_pickle`` is off, or transformers would load other files.
+    Raises SurgeryError: there are no weights or only pickled ones, a shard is missing, the index is damaged or contains
+    a path, or transformers would load other files.
     """
     _check_rivals(folder)
-    weights = _find(folder, WEIGHTS, WEIGHTS_INDEX, pickled=False) or _find(folder, PICKLE, PICKLE_INDEX, pickled=True)
+    weights = _find(folder)
     if weights is None:
         raise SurgeryError.at(
             folder,
-            f"no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); use a complete checkpoint, and pass"
-            f" --allow-pickle if it has only {PICKLE}",
+            f"no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); use a complete checkpoint. Pickled weights "
+            f"({PICKLES[0]}) are not read: load them in transformers and save them with save_pretrained",
         )
-    if weights.pickled and not allow_pickle:
-        raise SurgeryError.at(folder, f"its weights are pickled ({PICKLE}); pass --allow-pickle if you trust them")
     try:
         missing = [file for file in weights.files if not (folder / file).is_file()]
     except (OSError, ValueError) as error:  # too long or invalid as a file name
@@ -128,7 +124,7 @@ def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
     Links to files count as files; links to folders are not followed. Raises SurgeryError: the folder cannot be read, or
     a sidecar is a broken link.
     """
-    read = {CONFIG, WEIGHTS_INDEX, PICKLE_INDEX, *weights}
+    read = {CONFIG, WEIGHTS_INDEX, *weights}
     with disk_errors(folder):
         names = [name for name in list_files(folder) if name not in read]
     for name in names:
@@ -167,16 +163,18 @@ def _is_loaded(name: str) -> bool:
     return kind in READ_BY_LOADERS and (kind is not Kind.WEIGHTS or "/" not in name)
 
 
-def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weights | None:
-    """Find the weights of one format, or None; refuse an index next to a single file, which transformers would load."""
-    has_single = os.path.lexists(folder / single)
-    index = _read_index(folder / index_name) if os.path.lexists(folder / index_name) else None
+def _find(folder: Path) -> Weights | None:
+    """Find the weights, or None; refuse an index next to a single file, which transformers would load."""
+    has_single = os.path.lexists(folder / WEIGHTS)
+    index = _read_index(folder / WEIGHTS_INDEX) if os.path.lexists(folder / WEIGHTS_INDEX) else None
     if index is not None:
         files = sorted(set(index.values()))
-        if has_single and files != [single]:
-            raise SurgeryError.at(folder, f"has both {single} and an {index_name} of other files; remove the stale one")
-        return Weights(files, index, pickled)
-    return Weights([single], None, pickled) if has_single else None
+        if has_single and files != [WEIGHTS]:
+            raise SurgeryError.at(
+                folder, f"has both {WEIGHTS} and an {WEIGHTS_INDEX} of other files; remove the stale one"
+            )
+        return Weights(files, index)
+    return Weights([WEIGHTS], None) if has_single else None
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -21,7 +21,6 @@ from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
 from surgery.checkpoint.gguf_store import GgufStore
 from surgery.checkpoint.layout import (
     CONFIG,
-    PICKLE_INDEX,
     WEIGHTS_INDEX,
     FolderFiles,
     check_index,
@@ -33,7 +32,7 @@ from surgery.checkpoint.location import find_gguf, locate
 from surgery.checkpoint.quantized import is_quantized, quantized_matrices
 from surgery.checkpoint.read_ahead import ReadAhead
 from surgery.checkpoint.row_slices import RowSliceStore
-from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
+from surgery.checkpoint.stores import SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
 from surgery.common.errors import SurgeryError
 
@@ -48,9 +47,8 @@ class Identity(NamedTuple):
 class CheckpointReader:
     """Config, tensors and sidecar files of a checkpoint; created by `open`, which validates all files.
 
-    Each call holds at most the tensor that it returns. Safetensors files are not kept open or mapped; the last shard of
-    pickled weights stays mapped. GGUF tensors and those of :mod:`surgery.checkpoint.quantized` are dequantized while
-    reading.
+    Each call holds at most the tensor that it returns. Files are not kept open or mapped. GGUF tensors and those of
+    :mod:`surgery.checkpoint.quantized` are dequantized while reading.
 
     Attributes:
         path: local folder with config.json and tokenizer; a temporary folder for GGUF files and quantized weights.
@@ -90,26 +88,25 @@ class CheckpointReader:
         self.left_out: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, source: str | Path, *, allow_pickle: bool = False) -> CheckpointReader:
+    def open(cls, source: str | Path) -> CheckpointReader:
         """Open a local folder, a GGUF file or, if no such path exists, a hub model such as ``org/name``.
 
         Reads the config, the index and the shards' headers, but no weights.
 
         Args:
             source: the folder, the GGUF file, a folder with one GGUF file, or the hub id.
-            allow_pickle: accept pytorch_model.bin if there is no safetensors file.
 
         Raises:
             SurgeryError: there is no such checkpoint, or it is incomplete, damaged or contradictory.
         """
         with disk_errors(Path(source)):
-            path = locate(source, allow_pickle=allow_pickle)
+            path = locate(source)
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
             stamp = stamp_of(path)  # before reading, so that later changes are detected
             config = read_config(path / CONFIG)
-            weights = find_weights(path, allow_pickle=allow_pickle)
-            store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
+            weights = find_weights(path)
+            store = SafetensorsStore(path, weights.files)
             check_index(path, weights, store.infos)
             if not store.infos:
                 raise SurgeryError.at(path, "its weight files contain no tensors; use a complete checkpoint")
@@ -159,9 +156,9 @@ class CheckpointReader:
         view = self._view(config, self._store, self.dequantised_from, code=True)
         view.underlying, view._hashed_config = self.underlying, self._hashed_config
         view._files, view._stamp = self._files, self._stamp
-        if isinstance(self._store, SafetensorsStore | PickleStore):
+        if isinstance(self._store, SafetensorsStore):
             files = {info.file for info in self._store.infos.values()}
-            files |= {name for name in (WEIGHTS_INDEX, PICKLE_INDEX) if (self.path / name).is_file()}
+            files |= {WEIGHTS_INDEX} if (self.path / WEIGHTS_INDEX).is_file() else set()
             with disk_errors(view.path):
                 for name in files:
                     (view.path / name).symlink_to((self.path / name).absolute())
@@ -362,7 +359,7 @@ class CheckpointReader:
         """Raise SurgeryError if config or weights changed since the fingerprint; rehashes only if the stamp changed."""
         identity = self.identity()
         if self.stamp() != identity.stamp:
-            now = CheckpointReader.open(self.source, allow_pickle=True)  # with the current config
+            now = CheckpointReader.open(self.source)  # with the current config
             if now.fingerprint() != identity.sha256:
                 raise SurgeryError(f"{self.source}: was changed while it was read; start again")
 

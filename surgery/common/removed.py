@@ -90,6 +90,7 @@ REMOVED = {
     "gqa bits": "quantize the result: surgery convert CKPT-gqa --to quantized",
     "mqa bits": "quantize the result: surgery convert CKPT-mqa --to quantized",
     "hybrid bits": "streaming heads keep full-precision tokens; --to quantized quantizes all tokens",
+    "allow_pickle": "load pickled weights in transformers, and save them with save_pretrained",
     "follow_links": "links are always followed: leave it out",
     "keep_quantised": "quantize the result",
     "to mixed": "convert all layers to one target, such as --to lowrank --bits auto, which allocates bits by layer; "

@@ -67,7 +67,6 @@ def plan_conversion(
     settings: ConversionSettings,
     *,
     overwrite: bool = False,
-    allow_pickle: bool = False,
     outline: Path | None = None,
 ) -> ConversionPlan:
     """Plan a conversion with these arguments, without running the model and without writing the result.
@@ -78,7 +77,7 @@ def plan_conversion(
     """
     silent, absent = Progress(silent=True), is_absent(settings.device)
     here = replace(settings, device="cpu") if absent else settings
-    structure, out = open_request(ConversionRequest(source, out, here, overwrite, allow_pickle), silent)
+    structure, out = open_request(ConversionRequest(source, out, here, overwrite), silent)
     opened, forecast = structure.opened, structure.forecast()
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):

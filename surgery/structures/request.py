@@ -32,7 +32,6 @@ class ConversionRequest:
     out: str | Path | None
     settings: ConversionSettings
     overwrite: bool = False
-    allow_pickle: bool = False
     restart: bool = False
     keep_code: bool = False
     command: str = ""
@@ -45,7 +44,7 @@ def open_request(request: ConversionRequest, progress: Progress) -> tuple[Struct
     Raises SurgeryError: the request fails a check that needs no computation.
     """
     source, settings = request.source, request.settings
-    reader = open_model(source, allow_pickle=request.allow_pickle, dtype=settings.weights_dtype)
+    reader = open_model(source, dtype=settings.weights_dtype)
     target = target_of(settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
