@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from surgery.checkpoint.quantized import Scaled
-from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.stores import ByteRanges, Store, read_rows
 from surgery.checkpoint.tensors import TensorInfo
 
@@ -41,11 +40,6 @@ class DequantizedStore:
             return matrix.rows(self._rows, first, after).to(matrix.dtype)
 
         read_rows(ranges, matrix.shape[1], matrix.dtype.itemsize, rows, out)
-
-    def file_ranges(self, name: str) -> list[FileRange]:
-        """Return the byte ranges as :meth:`Store.file_ranges` does."""
-        parts = self._matrices[name].parts if name in self._matrices else (name,)
-        return [file_range for part in parts for file_range in self._store.file_ranges(part)]
 
     def _rows(self, name: str, first: int, after: int) -> Tensor:
         info = self._store.infos[name]

@@ -30,7 +30,6 @@ from surgery.checkpoint.layout import (
 )
 from surgery.checkpoint.location import find_gguf, locate
 from surgery.checkpoint.quantized import is_quantized, quantized_matrices
-from surgery.checkpoint.read_ahead import ReadAhead
 from surgery.checkpoint.row_slices import RowSliceStore
 from surgery.checkpoint.stores import SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
@@ -81,7 +80,6 @@ class CheckpointReader:
         self._files = files
         self.underlying = underlying
         self._stamp = stamp
-        self._ahead = ReadAhead()
         self._identity: Identity | None = None
         self._hashed_config = config
         self.stored_names: dict[str, str] = {}
@@ -263,15 +261,8 @@ class CheckpointReader:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Load the tensors of a module by full name; ``model.layers.1`` does not match ``model.layers.10``."""
-        return {name: self.tensor(name) for name in self._names_of(prefix)}
-
-    def read_ahead(self, prefix: str) -> None:
-        """Prefetch the tensors of a module in the background."""
-        self._ahead.ask(file_range for name in self._names_of(prefix) for file_range in self._store.file_ranges(name))
-
-    def _names_of(self, prefix: str) -> list[str]:
         module = prefix.rstrip(".") + "." if prefix else ""
-        return [name for name in self.names() if name.startswith(module)]
+        return {name: self.tensor(name) for name in self.names() if name.startswith(module)}
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Gather rows of a matrix [R, C] by int64 indices as [*index.shape, C]; reads only these rows, each once.

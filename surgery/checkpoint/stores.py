@@ -12,7 +12,6 @@ from typing import Protocol
 from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_exactly
-from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.safetensors_format import read_header
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes
 from surgery.common.errors import SurgeryError
@@ -28,10 +27,6 @@ class Store(Protocol):
 
     def read(self, name: str, ranges: ByteRanges, out: Tensor) -> None:
         """Fill ``out`` (uint8) with consecutive byte ranges [start, stop) of a tensor."""
-        ...
-
-    def file_ranges(self, name: str) -> list[FileRange]:
-        """Return the file ranges of a tensor, for prefetching; empty if prefetching does not help."""
         ...
 
 
@@ -71,9 +66,6 @@ class SafetensorsStore:
                 if not read_exactly(file, view[: stop - start]):
                     raise SurgeryError.at(path, f"was truncated while it was read ({name}); start again")
                 view = view[stop - start :]
-
-    def file_ranges(self, name: str) -> list[FileRange]:
-        return [FileRange(self._folder / self.infos[name].file, self._offsets[name], self.infos[name].nbytes)]
 
 
 def _add(infos: dict[str, TensorInfo], name: str, info: TensorInfo, folder: Path) -> None:
