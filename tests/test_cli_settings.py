@@ -25,26 +25,26 @@ CLASSES |= {"slice": SLICE.settings_class, "heads": HeadSettings, "heal": HealSe
 CLASSES["plan"] = PlanSettings
 
 FLAGS = {
-    "convert": "allocate allow-pickle batch-size bits block calibration calibration-length calibration-tokens carrier "
+    "convert": "allocate batch-size bits block calibration calibration-length calibration-tokens carrier "
     "compensated config context device dry-run dtype engine freqfold group-size heads "
     "held-out held-out-text json keep-statistics kv-heads kv-lora-rank kv-ratio latent-norm "
     "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-dim "
     "rope-frequencies seed sinks streaming text-field to window",
     "slice": "allocate batch-size device dtype json kv-ratio max-shard-size out overwrite",
-    "heads": "allow-pickle config device dtype facts json learning-rate length method offload out overwrite "
+    "heads": "config device dtype facts json learning-rate length method offload out overwrite "
     "penalty recall recent samples seed seeds sinks steps target text text-field",
     "heal": "batch-size config data device dry-run dtype json launcher learning-rate length max-time "
     "max-tokens measure no-measure out overwrite processes project recipe seed teacher tracker train "
     "wandb-mode",
-    "eval": "allow-pickle baseline batch-size batches config contexts data device domain dtype json length limit "
+    "eval": "baseline batch-size batches config contexts data device domain dtype json length limit "
     "lm-eval-include needle-lengths num-fewshot out overwrite prompt seed tasks text-field "
     "trust-remote-code variants wandb wandb-mode windows",
-    "inspect": "allow-pickle json",
+    "inspect": "json",
 }
 """Options of commands before they were made from the settings."""
 
 MORE_FLAGS = {
-    "convert": "text data window heal no-keep-quantised",
+    "convert": "text data window heal",
     "heads": "calibration data window",
     "heal": "text calibration wandb max-seconds max-steps",
     "eval": "text calibration decoded",
@@ -147,14 +147,9 @@ def test_a_wrong_setting_of_a_file_is_told_by_its_name_there(line, message, tmp_
 
 
 def test_values_are_of_the_settings_kinds(monkeypatch, capsys):
-    arguments = ["--to", "lowrank", "--rank", "1e2", "--rank-multiple", "4", "--keep-quantised", "--dtype", "bf16"]
+    arguments = ["--to", "lowrank", "--rank", "1e2", "--rank-multiple", "4", "--dtype", "bf16"]
     settings, err = asked_of(monkeypatch, capsys, *arguments)
-    assert (settings.rank, settings.rank_multiple, settings.keep_quantised, settings.dtype) == (
-        100,
-        4,
-        True,
-        "bfloat16",
-    )
+    assert (settings.rank, settings.rank_multiple, settings.dtype) == (100, 4, "bfloat16")
     assert err == "surgery: error: seen enough\n"
     assert asked_of(monkeypatch, capsys, "--rope-dim", "auto")[0].rope_dim is None
     assert asked_of(monkeypatch, capsys, "--qk-rope-head-dim", "8")[0].rope_dim == 8
@@ -162,10 +157,10 @@ def test_values_are_of_the_settings_kinds(monkeypatch, capsys):
 
 
 def test_flags_win_over_the_file(tmp_path, monkeypatch, capsys):
-    (tmp_path / "own.yaml").write_text("batch_size: 4\nkeep_quantised: true\nseed: 3\n")
-    arguments = ["--config", tmp_path / "own.yaml", "--no-keep-quantised"]
+    (tmp_path / "own.yaml").write_text("batch_size: 4\nseed: 3\n")
+    arguments = ["--config", tmp_path / "own.yaml", "--batch-size", "8"]
     settings, _ = asked_of(monkeypatch, capsys, *arguments)
-    assert (settings.batch_size, settings.keep_quantised, settings.seed) == (4, False, 3)
+    assert (settings.batch_size, settings.seed) == (8, 3)
 
 
 @pytest.mark.parametrize(

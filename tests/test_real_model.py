@@ -9,6 +9,7 @@ from command_line import run_main
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.model_folder import model_folder
 from surgery.checkpoint.named_models import model_named
 from surgery.demo import run as demo
 from surgery.running.loading import load_tokenizer
@@ -27,7 +28,7 @@ def test_logits_are_those_of_transformers_own_loader():
     text = "A cache keeps 1,024 things that were slow to get, near to where they are wanted. " * 4
     tokens = torch.tensor([tokenizer(text).input_ids[:64]])
     assert tokens.shape == (1, 64)
-    ours = AutoModelForCausalLM.from_pretrained(reader.model_folder(), dtype="auto")
+    ours = AutoModelForCausalLM.from_pretrained(model_folder(reader), dtype="auto")
     assert ours.dtype == torch.bfloat16
     path = Path(reader.source)
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)

@@ -35,9 +35,12 @@ LINES |= {f"method {name}": ["heads", "builtin", f"--method={name}"] for name in
 LINES |= {f"bits {bits}": ["convert", "builtin", "--to", "lowrank", f"--bits={bits}"] for bits in (8, 4, 2)}
 LINES |= {f"bits {bits}": ["convert", "builtin", "--to", "quantized", f"--bits={bits}"] for bits in (3, "fp8")}
 LINES |= {f"{to} bits": ["convert", "builtin", "--to", to, "--bits=8"] for to in ("gqa", "mqa", "hybrid")}
+LINES |= {f"{to} allocate": ["convert", "builtin", "--to", to, "--allocate=spectrum"] for to in ("gqa", "mqa")}
+LINES |= {f"{to} carrier": ["convert", "builtin", "--to", to, "--carrier=decilm"] for to in ("gqa", "mqa")}
 LINES |= {f"objective {name}": ["heal", "builtin", "--config", "{file}"] for name in OBJECTIVES}
 LINES |= {
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
+    "method key-norm": ["convert", "builtin", "--to", "gqa", "--method", "key-norm"],
     "method procrustes": ["convert", "builtin", "--to", "gqa", "--method", "procrustes"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
@@ -54,6 +57,9 @@ LINES |= {
     "run copy": ["recipes", "--copy", "testbed-mla"],
     "config copy": ["configs", "--copy", "mla"],
     "quantized window": ["convert", "builtin", "--to", "quantized", "--window", "4"],
+    "allow_pickle": ["convert", "builtin", "--to", "gqa", "--allow-pickle"],
+    "follow_links": ["inspect", "builtin", "--follow-links"],
+    "keep_quantised": ["convert", "builtin", "--to", "mla", "--keep-quantised"],
     "to mixed": ["convert", "builtin", "--to", "mixed"],
 }
 

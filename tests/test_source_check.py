@@ -19,6 +19,7 @@ from tiny_models import HELD_OUT, SHORT_TEXT, make_checkpoint, tokens
 from transformers import AutoModelForCausalLM
 
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.model_folder import model_folder
 from surgery.common.errors import SurgeryError
 from surgery.evaluation.models import Checkpoint
 from surgery.running.source_check import open_source
@@ -361,7 +362,7 @@ def test_what_is_opened_lacks_nothing_when_transformers_loads_it(source, data):
             edit_weights(folder, lambda tensors: altered(tensors, data))
         reader = taken_or_refused(lambda: open_source(folder))
         if reader is not None:
-            _, info = AutoModelForCausalLM.from_pretrained(reader.model_folder(), output_loading_info=True)
+            _, info = AutoModelForCausalLM.from_pretrained(model_folder(reader), output_loading_info=True)
             assert not info["missing_keys"] and not info["mismatched_keys"]
 
 

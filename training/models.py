@@ -17,6 +17,7 @@ from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_kinds import CONFIG
+from surgery.checkpoint.model_folder import model_folder
 from surgery.common.errors import SurgeryError
 from surgery.model import DECODERS, SurgeryConfig, SurgeryPicturesConfig, remote_code_files
 from surgery.running import equal_widths
@@ -104,7 +105,7 @@ def _write_multimodal(model: nn.Module, reader: CheckpointReader, folder: Path) 
     """Write the weight files of a vision-language model with the healed language model; other tensors are unchanged."""
     state = model.state_dict()
     now = {stored: state[name] for name, stored in reader.stored_names.items()}
-    for path in sorted(reader.model_folder().glob("*.safetensors*")):
+    for path in sorted(model_folder(reader).glob("*.safetensors*")):
         if path.suffix == ".json":
             shutil.copyfile(path, folder / path.name)
         else:

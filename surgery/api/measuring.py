@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from surgery.planning.plan import Plan
 
 
-def inspect(model: Model, *, allow_pickle: bool = False) -> Inspection:
+def inspect(model: Model) -> Inspection:
     """Inspect a model's attention, its cache and its possible conversions, as ``surgery inspect`` does.
 
     Args:
         model: see :mod:`surgery.api.model_arguments`.
-        allow_pickle: read pickled weights if there are no others.
 
     Raises:
         SurgeryError: the model cannot be read.
@@ -43,14 +42,13 @@ def inspect(model: Model, *, allow_pickle: bool = False) -> Inspection:
     with on_disk(model, None, tokenized=False) as source:
         from surgery.inspection.inspect import inspect_checkpoint
 
-        return inspect_checkpoint(source.path, allow_pickle=allow_pickle)
+        return inspect_checkpoint(source.path)
 
 
 def plan(
     model: Model,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    allow_pickle: bool = False,
     progress: bool = True,
     **settings: Any,
 ) -> Plan:
@@ -59,7 +57,6 @@ def plan(
     Args:
         model: see :mod:`surgery.api.model_arguments`.
         tokenizer: tokenizer of a model in memory.
-        allow_pickle: read pickled weights if there are no others.
         progress: show progress bars on standard error.
         **settings: fields of :class:`surgery.planning.settings.PlanSettings`: ``kv_ratio``, ``memory`` with ``context``
             and ``batch``, or ``max_loss``; ``engine``, ``allow``, ``calibration`` …
@@ -82,7 +79,7 @@ def plan(
     with on_disk(model, tokenizer, tokenized=True) as source:
         from surgery.planning.plan import make_plan
 
-        return make_plan(source.path, plan_settings, allow_pickle=allow_pickle, progress=Progress(silent=not progress))
+        return make_plan(source.path, plan_settings, progress=Progress(silent=not progress))
 
 
 def verify(model: Model, *, device: str = "auto", seed: int = 0, progress: bool = True) -> Checked:
@@ -119,7 +116,6 @@ def evaluate(
     config: str | Path | None = None,
     title: str | None = None,
     overwrite: bool = False,
-    allow_pickle: bool = False,
     trust_remote_code: bool = False,
     progress: bool = True,
     **settings: Any,
@@ -134,7 +130,6 @@ def evaluate(
         config: YAML file of settings, or the name of a shipped one; ``settings`` override it.
         title: title of the report.
         overwrite: replace a report of other models, tasks or settings.
-        allow_pickle: read pickled weights if there are no others.
         trust_remote_code: run model code that comes with the weights.
         progress: show progress bars on standard error.
         **settings: fields of :class:`surgery.evaluation.settings.EvalSettings`, such as ``tasks``, ``data``,
@@ -168,7 +163,6 @@ def evaluate(
             title=title,
             writes=out is not None,
             overwrite=overwrite,
-            allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
         result = run(request, Progress(silent=not progress))
@@ -185,7 +179,6 @@ def score_heads(
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: str | Path | None = None,
     overwrite: bool = False,
-    allow_pickle: bool = False,
     progress: bool = True,
     **settings: Any,
 ) -> ScoredHeads:
@@ -198,7 +191,6 @@ def score_heads(
         tokenizer: tokenizer of a model in memory.
         config: YAML file of settings, or the name of a shipped one; arguments override it.
         overwrite: replace existing files.
-        allow_pickle: read pickled weights if there are no others.
         progress: show progress bars on standard error.
         **settings: fields of :class:`surgery.heads.settings.HeadSettings`, such as ``sinks``, ``recent``, ``length``.
 
@@ -219,7 +211,7 @@ def score_heads(
     ):
         from surgery.heads.scoring import score_heads as score
 
-        options = {"overwrite": overwrite, "allow_pickle": allow_pickle, "progress": Progress(silent=not progress)}
+        options = {"overwrite": overwrite, "progress": Progress(silent=not progress)}
         scored = score(source.path, output, head_settings, **options)
         return ScoredHeads(scored.path, scored.pattern, _kept=temporary)
 

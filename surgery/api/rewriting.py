@@ -35,7 +35,6 @@ def convert(
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: str | Path | None = None,
     overwrite: bool = False,
-    allow_pickle: bool = False,
     keep_code: bool = False,
     heal: str | float | None = None,
     progress: bool = True,
@@ -50,7 +49,6 @@ def convert(
         tokenizer: tokenizer of a model in memory.
         config: YAML file of settings, or the name of a shipped one; ``settings`` override it.
         overwrite: replace an existing checkpoint in ``out``.
-        allow_pickle: read pickled weights if there are no others.
         keep_code: copy code files of the source, too.
         heal: time for distilling the result from the source, in seconds or as "5m".
         progress: show progress bars on standard error.
@@ -74,7 +72,7 @@ def convert(
         settings["heads"] = str(settings["heads"].path)
     target = find_target(to)
     target_settings = target.settings(settings, None if config is None else find_shipped(config, "configs"))
-    further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "command": f"surgery.convert(to={to!r})"}
+    further = {"keep_code": keep_code, "command": f"surgery.convert(to={to!r})"}
     further |= {} if heal is None else {"heal": seconds_of(heal, "heal")}
     return _convert(target, target_settings, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
@@ -86,7 +84,6 @@ def slice(
     out: str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
-    allow_pickle: bool = False,
     keep_code: bool = False,
     progress: bool = True,
     **settings: Any,
@@ -96,7 +93,7 @@ def slice(
     Args:
         model: result of a conversion to lowrank, crosslayer (cascade) or mla; see :mod:`surgery.api.model_arguments`.
         kv_ratio: share of the KV bytes of the model that it was converted from.
-        out, tokenizer, overwrite, allow_pickle, keep_code, progress: see :func:`convert`.
+        out, tokenizer, overwrite, keep_code, progress: see :func:`convert`.
         **settings: fields of :class:`surgery.structures.slices.settings.SliceSettings`.
 
     Raises:
@@ -109,7 +106,7 @@ def slice(
     from surgery.structures.registry import SLICE
 
     slice_settings = SLICE.settings({"kv_ratio": kv_ratio, **settings})
-    further = {"allow_pickle": allow_pickle, "keep_code": keep_code, "command": "surgery.slice()"}
+    further = {"keep_code": keep_code, "command": "surgery.slice()"}
     return _convert(SLICE, slice_settings, model, out, tokenizer, overwrite=overwrite, progress=progress, **further)
 
 

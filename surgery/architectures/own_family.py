@@ -1,85 +1,45 @@
 """Fewer KV heads: choice of the target architecture, and names and shapes of its tensors, which are the source's.
 
-With the same number of KV heads in all layers the target is the source's class with another ``num_key_value_heads``.
-Numbers that differ between layers need the custom model class or DeciLM.
+The target is the source's class with another ``num_key_value_heads``, or the custom model class if a family has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from surgery.architectures import custom_class, decilm
-from surgery.architectures.custom_class import own_config
+from surgery.architectures.custom_class import MODEL_TYPE, own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.checkpoint.config_file import with_legacy_rope_keys
-from surgery.checkpoint.kv_widths import DECILM
 from surgery.families import FAMILIES
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.base import ATTENTION_PREFIX
 from surgery.model.grouped_entry import GroupedEntry
-from surgery.model.layer_entry import StockEntry
 
 OWN_FAMILY = "a plain checkpoint of the source's own family"
-DIFFERENT_LAYERS = "no class of the family holds layers with different numbers of KV heads"
 NO_KV_HEADS = "the family's own class has a KV head for every query head"
-ASKED_FOR = "set by --carrier"
 OUTPUT = ("o_proj", "weight")
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """Target architecture of a conversion to fewer KV heads.
-
-    ``final_config`` is config.json of another class for the same tensors, which replaces ``config`` after verification;
-    ``final_code`` are the files that it needs.
-    """
+    """Target architecture of a conversion to fewer KV heads."""
 
     model_type: str
     reason: str
     config: dict[str, Any]
     custom_class: bool = False
-    final_config: dict[str, Any] | None = None
-    final_code: tuple[Path, ...] = ()
 
 
-def choose_carrier(source: dict[str, Any], heads: Sequence[int], carrier: str) -> Carrier:
-    """Choose the target architecture ("auto", "own" or "decilm") for these numbers of KV heads by layer.
-
-    Raises SurgeryError: DeciLM cannot hold the model.
-    """
-    uniform = len(set(heads)) == 1
-    holds = FAMILIES[source["model_type"]].renamed is None  # fewer KV heads than query heads
-    if carrier == "auto" and uniform and holds:
-        config = with_legacy_rope_keys({**source, "num_key_value_heads": heads[0]})
+def choose_carrier(source: dict[str, Any], kv_heads: int) -> Carrier:
+    """Choose the target architecture for a smaller number of KV heads in every layer."""
+    if FAMILIES[source["model_type"]].renamed is None:
+        config = with_legacy_rope_keys({**source, "num_key_value_heads": kv_heads})
         return Carrier(source["model_type"], OWN_FAMILY, config)
-    reason = (ASKED_FOR if holds else NO_KV_HEADS) if uniform else DIFFERENT_LAYERS
-    own = config_of_custom_class(source, heads)
-    if carrier == "decilm":
-        final = decilm.config_with_heads(source, heads)
-        return Carrier(DECILM, reason, own, final_config=final, final_code=(decilm.CONFIG_CODE,))
-    return Carrier(custom_class.MODEL_TYPE, reason, own, custom_class=True)
-
-
-def has_head_dim(config: object) -> bool:
-    """Return whether the class of a transformers config has a ``head_dim`` field."""
-    return "head_dim" in {field.name for field in fields(type(config))}
-
-
-def config_with_query_heads(config: dict[str, Any], heads: int, head_dim: int) -> dict[str, Any]:
-    """Return a family's config.json with another number of query heads of the same ``head_dim``."""
-    return {**config, "num_attention_heads": heads, "head_dim": head_dim}
-
-
-def config_of_custom_class(source: dict[str, Any], heads: Sequence[int]) -> dict[str, Any]:
-    """Return config.json of the custom model class; layers with as many KV heads as the source keep its attention."""
-    stock = source.get("num_key_value_heads") or source["num_attention_heads"]
-    entries = [StockEntry() if count == stock else GroupedEntry(kv_heads=count) for count in heads]
-    return own_config(source, entries)
+    own = own_config(source, [GroupedEntry(kv_heads=kv_heads)] * source["num_hidden_layers"])
+    return Carrier(MODEL_TYPE, NO_KV_HEADS, own, custom_class=True)
 
 
 def planned_attention(

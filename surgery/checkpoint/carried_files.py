@@ -11,7 +11,7 @@ from typing import Any
 
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.file_kinds import CARD, CARRIED, CONFIG, HEALING, REPORT, SOURCE_CARD, Kind, kind_of, summary
-from surgery.checkpoint.layout import check_links, follows_links
+from surgery.checkpoint.layout import is_hub_blob
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.temporary import TemporaryFolder
@@ -46,18 +46,20 @@ class CarriedFiles:
     def of(cls, reader: CheckpointReader, *, keep_code: bool = False) -> CarriedFiles:
         """Snapshot the files of an opened checkpoint. Chat templates are always copied, since they run in a sandbox.
 
-        Raises SurgeryError: a file cannot be read, is too large, or is a link to a file that is not copied.
+        Raises SurgeryError: a file cannot be read or is too large.
         """
         files = reader.files
         origin = reader.stored_path if reader.stored_names else reader.path
         config = reader.stored_config if reader.stored_names else reader.config
         owner = TemporaryFolder("files")
         folder = owner.path / reader.name
-        names = [name for name in files.sidecars if _is_carried(name, keep_code)]
+        names = [
+            name
+            for name in files.sidecars
+            if _is_carried(name, keep_code) and not _is_foreign(files.folder / name, kind_of(name))
+        ]
         records = [name for name in files.sidecars if name in _CONTINUED]
         left_out = {*files.sidecars, *files.strays} - {*names, *records}
-        check_links(files.folder, [files.folder / name for name in names])
-        _check_targets(files.folder, names, keep_code)
         try:
             with disk_errors(folder):
                 folder.mkdir()
@@ -106,16 +108,9 @@ def _is_carried(name: str, keep_code: bool) -> bool:
     return name.isprintable() and (kind_of(name) in CARRIED or (keep_code and kind_of(name) is Kind.CODE))
 
 
-def _check_targets(folder: Path, names: Collection[str], keep_code: bool) -> None:
-    """Raise SurgeryError if a file links to a file of its folder that is not copied, such as LICENSE to .env."""
-    root = Path(os.path.realpath(folder))
-    for name in () if follows_links() else names:
-        real = Path(os.path.realpath(folder / name))
-        if real.is_relative_to(root) and not _is_carried(real.relative_to(root).as_posix(), keep_code):
-            raise SurgeryError(
-                f"{folder / name}: is a link to {real.name}, which is not a checkpoint file; pass --follow-links if you"
-                " trust it, or replace the link with a copy"
-            )
+def _is_foreign(path: Path, kind: Kind) -> bool:
+    """Return whether a document is a link, such as LICENSE to a private key; files of the hub's cache are not."""
+    return kind is Kind.DOCUMENT and path.is_symlink() and not is_hub_blob(Path(os.path.realpath(path)))
 
 
 def _content(path: Path) -> bytes:

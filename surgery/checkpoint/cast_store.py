@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.stores import ByteRanges, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, as_bytes
 from surgery.common.errors import SurgeryError
@@ -50,10 +49,6 @@ class CastStore:
                     )
                 out[: cast.nbytes] = as_bytes(cast)
                 out = out[cast.nbytes :]
-
-    def file_ranges(self, name: str) -> list[FileRange]:
-        """Return the byte ranges as :meth:`Store.file_ranges` does."""
-        return self._store.file_ranges(name)
 
 
 def config_in(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

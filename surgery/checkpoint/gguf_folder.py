@@ -1,6 +1,6 @@
 """Temporary Hugging Face folder for a GGUF file, with config and tokenizer, for loaders that need a folder.
 
-Weights are added by `CheckpointReader.model_folder`. One per file and process, removed at process exit.
+Weights are added by `surgery.checkpoint.model_folder`. One per file and process, removed at process exit.
 """
 
 from __future__ import annotations

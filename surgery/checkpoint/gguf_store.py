@@ -15,7 +15,6 @@ from torch import Tensor
 
 from surgery.checkpoint.disk import disk_errors, read_exactly
 from surgery.checkpoint.gguf_header import GgufTensor
-from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.stores import ByteRanges, read_rows
 from surgery.checkpoint.tensors import TensorInfo
 from surgery.common.errors import SurgeryError
@@ -51,11 +50,6 @@ class GgufStore:
         with disk_errors(self._path), open(self._path, "rb", buffering=0) as file:
             rows = partial(self._rows, file, mapped)
             read_rows(ranges, mapped.stored.columns, info.dtype.itemsize, rows, out)
-
-    def file_ranges(self, name: str) -> list[FileRange]:
-        """Return the byte ranges as :meth:`Store.file_ranges` does."""
-        stored = self._tensors[name].stored
-        return [FileRange(self._path, stored.offset, stored.nbytes)]
 
     def _rows(self, file: BinaryIO, mapped: Mapped, first: int, after: int) -> Tensor:
         """Read rows [first, after) of a tensor, [after - first, columns], in the store's dtype."""

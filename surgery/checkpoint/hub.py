@@ -10,7 +10,6 @@ from surgery.common.errors import SurgeryError
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.spm", "*.txt", "*.jinja", "*.py", "*.md"]
 _FILES += ["LICENSE*", "NOTICE*", "USE_POLICY*"]
-_PICKLES = ["pytorch_model*.bin"]
 # Duplicate weights: Mistral's native format, exports in subfolders.
 _UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 
@@ -25,7 +24,7 @@ def is_downloaded(name: str) -> bool:
     return any(fnmatch(name, kind) for kind in _FILES) and not any(fnmatch(name, kind) for kind in _UNWANTED)
 
 
-def download(repo: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
+def download(repo: str, *, revision: str | None = None) -> Path:
     """Download a checkpoint's weights, configs, tokenizer and code to the hub's cache and return its folder.
 
     Raises SurgeryError: the repository does not exist, access is denied, or the network fails.
@@ -33,13 +32,10 @@ def download(repo: str, *, revision: str | None = None, allow_pickle: bool = Fal
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_FILES, ignore_patterns=_UNWANTED))
-        if allow_pickle and not any(folder.glob("*.safetensors")):
-            names = _FILES + _PICKLES
-            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names, ignore_patterns=_UNWANTED))
+        folder = snapshot_download(repo, revision=revision, allow_patterns=_FILES, ignore_patterns=_UNWANTED)
     except Exception as error:  # errors of the hub, its HTTP library or the disk
         raise SurgeryError(f"{repo}: no such folder, and the hub says: {reason(error)}") from error
-    return folder
+    return Path(folder)
 
 
 def id_of_snapshot(path: Path) -> tuple[str, str] | None:

@@ -6,8 +6,6 @@ from typing import Any
 
 from surgery.common.size_names import with_size_names
 
-DECILM = "nemotron-nas"
-
 
 def kv_widths(config: dict[str, Any]) -> list[int]:
     """Return the elements that each layer of a stock model class caches per token; 0 for linear attention and Mamba.
@@ -20,8 +18,6 @@ def kv_widths(config: dict[str, Any]) -> list[int]:
         return [config["kv_lora_rank"] + config["qk_rope_head_dim"]] * layers
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    if config.get("model_type") == DECILM:
-        return [heads // block["attention"]["n_heads_in_group"] * 2 * head_dim for block in config["block_configs"]]
     width = 2 * (config.get("num_key_value_heads") or heads) * head_dim
     if types := config.get("layer_types"):
         return [0 if kind in ("linear_attention", "mamba") else width for kind in types]

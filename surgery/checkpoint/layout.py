@@ -18,16 +18,13 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"
-PICKLE_INDEX = "pytorch_model.bin.index.json"
-WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, PICKLE, PICKLE_INDEX)
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, *PICKLES)
 
 ADAPTER = "adapter_config.json"
 _RANK_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Per-rank shard of torch's distributed checkpoints, which transformers prefers to all other weights."""
 
-FOLLOW_LINKS = "SURGERY_FOLLOW_LINKS"
-"""Environment variable of ``--follow-links``, inherited by child processes."""
 _HUB_BLOB = re.compile(r".*/models--[^/]+/blobs/[0-9a-f]{40}([0-9a-f]{24})?")
 
 
@@ -37,25 +34,22 @@ class Weights:
 
     files: list[str]
     index: dict[str, str] | None
-    pickled: bool
 
 
-def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
+def find_weights(folder: Path) -> Weights:
     """Find the weight files of a folder and check that all exist.
 
-    Raises SurgeryError: there are no weights, a shard is missing, the index is damaged or contains a path, the weights
-    are pickled and ``allow_pickle`` is off, or transformers would load other files.
+    Raises SurgeryError: there are no weights or only pickled ones, a shard is missing, the index is damaged or contains
+    a path, or transformers would load other files.
     """
     _check_rivals(folder)
-    weights = _find(folder, WEIGHTS, WEIGHTS_INDEX, pickled=False) or _find(folder, PICKLE, PICKLE_INDEX, pickled=True)
+    weights = _find(folder)
     if weights is None:
         raise SurgeryError.at(
             folder,
-            f"no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); use a complete checkpoint, and pass"
-            f" --allow-pickle if it has only {PICKLE}",
+            f"no weights ({WEIGHTS}, or {WEIGHTS_INDEX} with its shards); use a complete checkpoint. Pickled weights "
+            f"({PICKLES[0]}) are not read: load them in transformers and save them with save_pretrained",
         )
-    if weights.pickled and not allow_pickle:
-        raise SurgeryError.at(folder, f"its weights are pickled ({PICKLE}); pass --allow-pickle if you trust them")
     try:
         missing = [file for file in weights.files if not (folder / file).is_file()]
     except (OSError, ValueError) as error:  # too long or invalid as a file name
@@ -66,7 +60,6 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
             f"{len(missing)} of {len(weights.files)} weight files missing, first {missing[0]};"
             " download the checkpoint again",
         )
-    check_links(folder, [folder / file for file in weights.files])
     return weights
 
 
@@ -86,32 +79,6 @@ def _check_rivals(folder: Path) -> None:
             f"{shards[0]} is a shard of a distributed checkpoint, which transformers would load instead"
             " of other weights; consolidate it (load and save_pretrained), or remove it",
         )
-
-
-def check_links(folder: Path, files: Iterable[Path]) -> None:
-    """Refuse links that lead out of a folder: a foreign file would be read and copied to the output.
-
-    Two kinds of links into the hub's cache are allowed: from a snapshot to its model's ``blobs``, and from any folder
-    to a file named by its hash in the ``blobs`` of any model, as ``hf download --local-dir`` created. The environment
-    variable `FOLLOW_LINKS` allows all links. Raises SurgeryError: a file is a link to a path that is not allowed.
-    """
-    if follows_links():
-        return
-    root = Path(os.path.realpath(folder))
-    homes = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
-    for path in files:
-        real = Path(os.path.realpath(path))
-        if not any(home in real.parents for home in homes) and not is_hub_blob(real):
-            raise SurgeryError.at(
-                path,
-                f"is a link to {real}, outside of its folder; pass --follow-links if you trust it, or replace"
-                " the link with a copy",
-            )
-
-
-def follows_links() -> bool:
-    """Return whether all links are allowed."""
-    return os.environ.get(FOLLOW_LINKS, "0") != "0"
 
 
 def is_hub_blob(path: Path) -> bool:
@@ -157,7 +124,7 @@ def find_sidecars(folder: Path, weights: Iterable[str] = ()) -> FolderFiles:
     Links to files count as files; links to folders are not followed. Raises SurgeryError: the folder cannot be read, or
     a sidecar is a broken link.
     """
-    read = {CONFIG, WEIGHTS_INDEX, PICKLE_INDEX, *weights}
+    read = {CONFIG, WEIGHTS_INDEX, *weights}
     with disk_errors(folder):
         names = [name for name in list_files(folder) if name not in read]
     for name in names:
@@ -196,17 +163,18 @@ def _is_loaded(name: str) -> bool:
     return kind in READ_BY_LOADERS and (kind is not Kind.WEIGHTS or "/" not in name)
 
 
-def _find(folder: Path, single: str, index_name: str, *, pickled: bool) -> Weights | None:
-    """Find the weights of one format, or None; refuse an index next to a single file, which transformers would load."""
-    has_single = os.path.lexists(folder / single)
-    index = _read_index(folder / index_name) if os.path.lexists(folder / index_name) else None
+def _find(folder: Path) -> Weights | None:
+    """Find the weights, or None; refuse an index next to a single file, which transformers would load."""
+    has_single = os.path.lexists(folder / WEIGHTS)
+    index = _read_index(folder / WEIGHTS_INDEX) if os.path.lexists(folder / WEIGHTS_INDEX) else None
     if index is not None:
-        check_links(folder, [folder / index_name])
         files = sorted(set(index.values()))
-        if has_single and files != [single]:
-            raise SurgeryError.at(folder, f"has both {single} and an {index_name} of other files; remove the stale one")
-        return Weights(files, index, pickled)
-    return Weights([single], None, pickled) if has_single else None
+        if has_single and files != [WEIGHTS]:
+            raise SurgeryError.at(
+                folder, f"has both {WEIGHTS} and an {WEIGHTS_INDEX} of other files; remove the stale one"
+            )
+        return Weights(files, index)
+    return Weights([WEIGHTS], None) if has_single else None
 
 
 def _read_index(path: Path) -> dict[str, str]:

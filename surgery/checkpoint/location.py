@@ -76,7 +76,7 @@ def check_folder(path: Path) -> None:
     raise SurgeryError.at(path, f"no {CONFIG}; pass the folder of a Hugging Face checkpoint")
 
 
-def locate(source: str | Path, *, allow_pickle: bool = False) -> Path:
+def locate(source: str | Path) -> Path:
     """Return the local folder or GGUF file of a checkpoint; downloads hub models.
 
     Raises SurgeryError: there is no such checkpoint.
@@ -85,7 +85,7 @@ def locate(source: str | Path, *, allow_pickle: bool = False) -> Path:
     if path is not None:
         check_encoding(path.absolute())
     if path is None:
-        path = download(str(source), allow_pickle=allow_pickle)
+        path = download(str(source))
         if not any((path / name).is_file() for name in (CONFIG, ADAPTER)):
             raise SurgeryError(
                 f"{source}: no {CONFIG} on the hub; if it has GGUF files, download one: hf download {source} FILE.gguf "

@@ -21,20 +21,17 @@ from surgery.checkpoint.gguf_folder import open_gguf, temporary_folder
 from surgery.checkpoint.gguf_store import GgufStore
 from surgery.checkpoint.layout import (
     CONFIG,
-    PICKLE_INDEX,
     WEIGHTS_INDEX,
     FolderFiles,
     check_index,
-    check_links,
     find_sidecars,
     find_weights,
     stamp_of,
 )
 from surgery.checkpoint.location import find_gguf, locate
-from surgery.checkpoint.quantized import is_quantized, quantization_of
-from surgery.checkpoint.read_ahead import ReadAhead
+from surgery.checkpoint.quantized import is_quantized, quantized_matrices
 from surgery.checkpoint.row_slices import RowSliceStore
-from surgery.checkpoint.stores import PickleStore, SafetensorsStore, Store
+from surgery.checkpoint.stores import SafetensorsStore, Store
 from surgery.checkpoint.tensors import CHUNK_BYTES, TensorInfo, as_bytes, describe
 from surgery.common.errors import SurgeryError
 
@@ -49,9 +46,8 @@ class Identity(NamedTuple):
 class CheckpointReader:
     """Config, tensors and sidecar files of a checkpoint; created by `open`, which validates all files.
 
-    Each call holds at most the tensor that it returns. Safetensors files are not kept open or mapped; the last shard of
-    pickled weights stays mapped. GGUF tensors and formats of :mod:`surgery.checkpoint.quantized` are dequantized while
-    reading.
+    Each call holds at most the tensor that it returns. Files are not kept open or mapped. GGUF tensors and those of
+    :mod:`surgery.checkpoint.quantized` are dequantized while reading.
 
     Attributes:
         path: local folder with config.json and tokenizer; a temporary folder for GGUF files and quantized weights.
@@ -59,6 +55,7 @@ class CheckpointReader:
         config: parsed config.json, without keys that select code or describe a quantization that is absent.
         stored_names: stored name by name in this view, for renamed tensors; outputs are written under stored names.
         left_out: stored tensors that this view omits.
+        underlying: reader whose view this is; None for a view of files.
         dequantised_from: quantization format of the weights (in GGUF, of most elements), such as Q4_1; None if the
             weights are not quantized.
     """
@@ -81,49 +78,43 @@ class CheckpointReader:
         self.dequantised_from = dequantised_from
         self._store = store
         self._files = files
-        self._underlying = underlying
+        self.underlying = underlying
         self._stamp = stamp
-        self._ahead = ReadAhead()
         self._identity: Identity | None = None
         self._hashed_config = config
         self.stored_names: dict[str, str] = {}
         self.left_out: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, source: str | Path, *, allow_pickle: bool = False) -> CheckpointReader:
+    def open(cls, source: str | Path) -> CheckpointReader:
         """Open a local folder, a GGUF file or, if no such path exists, a hub model such as ``org/name``.
 
         Reads the config, the index and the shards' headers, but no weights.
 
         Args:
             source: the folder, the GGUF file, a folder with one GGUF file, or the hub id.
-            allow_pickle: accept pytorch_model.bin if there is no safetensors file.
 
         Raises:
             SurgeryError: there is no such checkpoint, or it is incomplete, damaged or contradictory.
         """
         with disk_errors(Path(source)):
-            path = locate(source, allow_pickle=allow_pickle)
+            path = locate(source)
             if files := find_gguf(path):
                 return cls._of_gguf(path, files)
             stamp = stamp_of(path)  # before reading, so that later changes are detected
-            check_links(path, [path / CONFIG])
             config = read_config(path / CONFIG)
-            weights = find_weights(path, allow_pickle=allow_pickle)
-            store = PickleStore(path, weights.files) if weights.pickled else SafetensorsStore(path, weights.files)
+            weights = find_weights(path)
+            store = SafetensorsStore(path, weights.files)
             check_index(path, weights, store.infos)
             if not store.infos:
                 raise SurgeryError.at(path, "its weight files contain no tensors; use a complete checkpoint")
             files = find_sidecars(path, weights.files)
-            check_links(path, files.paths)
             return cls(path, config, store, files, stamp=stamp)._cleaned()._dequantized()
 
     @classmethod
     def _of_gguf(cls, path: Path, files: list[Path]) -> CheckpointReader:
         if len(files) > 1:
             raise SurgeryError.at(path, f"contains {len(files)} GGUF files ({files[0].name}, ...); pass one of them")
-        if files != [path]:
-            check_links(path, files)
         stamp = stamp_of(files[0])
         opened = open_gguf(files[0])
         store = GgufStore(opened.file, opened.model.tensors, opened.model.dtype)
@@ -161,11 +152,11 @@ class CheckpointReader:
         if config == self.config:
             return self
         view = self._view(config, self._store, self.dequantised_from, code=True)
-        view._underlying, view._hashed_config = self._underlying, self._hashed_config
+        view.underlying, view._hashed_config = self.underlying, self._hashed_config
         view._files, view._stamp = self._files, self._stamp
-        if isinstance(self._store, SafetensorsStore | PickleStore):
+        if isinstance(self._store, SafetensorsStore):
             files = {info.file for info in self._store.infos.values()}
-            files |= {name for name in (WEIGHTS_INDEX, PICKLE_INDEX) if (self.path / name).is_file()}
+            files |= {WEIGHTS_INDEX} if (self.path / WEIGHTS_INDEX).is_file() else set()
             with disk_errors(view.path):
                 for name in files:
                     (view.path / name).symlink_to((self.path / name).absolute())
@@ -178,11 +169,12 @@ class CheckpointReader:
 
     def _dequantized(self) -> CheckpointReader:
         """Return a dequantized view of quantized weights; the reader itself if there is no supported quantization."""
-        quantization = quantization_of(self.config, self._store)
-        if quantization is None:
+        matrices = quantized_matrices(self.config, self._store, self.path)
+        if not matrices:
             return self
         config = {name: value for name, value in self.config.items() if name != "quantization_config"}
-        return self._view(config, DequantizedStore(self._store, quantization.matrices), quantization.name, code=True)
+        kinds = " and ".join(sorted({matrix.kind for matrix in matrices.values()}))
+        return self._view(config, DequantizedStore(self._store, matrices), kinds, code=True)
 
     def in_dtype(self, dtype: torch.dtype) -> CheckpointReader:
         """Return a view that casts the weights to a dtype while reading; the reader itself if they have this dtype."""
@@ -217,39 +209,28 @@ class CheckpointReader:
     @property
     def stored_config(self) -> dict[str, Any]:
         """config.json of the stored checkpoint, if this reader is a view with another config."""
-        return self.config if self._underlying is None else self._underlying.config
+        return self.config if self.underlying is None else self.underlying.config
 
     @property
     def stored_path(self) -> Path:
         """Folder with the stored config and the tokenizer."""
-        return self.path if self._underlying is None else self._underlying.path
+        return self.path if self.underlying is None else self.underlying.path
 
     @property
     def stored_as(self) -> str | None:
         """Model type of the stored checkpoint if it differs from this view's (see :meth:`seen_as`), else None."""
-        kind = None if self._underlying is None else self._underlying.config.get("model_type")
+        kind = None if self.underlying is None else self.underlying.config.get("model_type")
         return kind if kind != self.config.get("model_type") else None
 
     @property
     def as_stored(self) -> CheckpointReader:
         """Reader of the same checkpoint without dequantization; GGUF files are always dequantized."""
-        return self._underlying if isinstance(self._store, DequantizedStore) and self._underlying is not None else self
+        return self.underlying if isinstance(self._store, DequantizedStore) and self.underlying is not None else self
 
-    def stored_parts(self, name: str) -> dict[str, TensorInfo]:
-        """Return the stored tensors of a quantized matrix, as in :attr:`as_stored`; empty for other tensors."""
-        return self._store.parts(name) if isinstance(self._store, DequantizedStore) else {}
-
-    def model_folder(self) -> Path:
-        """Return a folder that transformers can load: ``path``, or a temporary copy of quantized or cast weights.
-
-        The copy takes 2 bytes per parameter (4 in float32) in the folder for temporary files until the process exits.
-        Raises SurgeryError: the file cannot be read, or the disk is full.
-        """
-        if isinstance(self._store, GgufStore | DequantizedStore | CastStore):
-            from surgery.checkpoint.dequantized_store import dequantized_copy
-
-            return dequantized_copy(self)
-        return self.path if self._underlying is None else self._underlying.model_folder()
+    @property
+    def recodes(self) -> bool:
+        """Whether tensors have other bytes than the files: dequantized or cast."""
+        return isinstance(self._store, GgufStore | DequantizedStore | CastStore)
 
     def __contains__(self, name: object) -> bool:
         return name in self._store.infos
@@ -280,15 +261,8 @@ class CheckpointReader:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Load the tensors of a module by full name; ``model.layers.1`` does not match ``model.layers.10``."""
-        return {name: self.tensor(name) for name in self._names_of(prefix)}
-
-    def read_ahead(self, prefix: str) -> None:
-        """Prefetch the tensors of a module in the background."""
-        self._ahead.ask(file_range for name in self._names_of(prefix) for file_range in self._store.file_ranges(name))
-
-    def _names_of(self, prefix: str) -> list[str]:
         module = prefix.rstrip(".") + "." if prefix else ""
-        return [name for name in self.names() if name.startswith(module)]
+        return {name: self.tensor(name) for name in self.names() if name.startswith(module)}
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Gather rows of a matrix [R, C] by int64 indices as [*index.shape, C]; reads only these rows, each once.
@@ -329,7 +303,7 @@ class CheckpointReader:
     @property
     def files(self) -> FolderFiles:
         """Sidecar and stray files of the opened folder, or of the temporary folder of a GGUF file."""
-        return self._files if self._underlying is None else self._underlying.files
+        return self._files if self.underlying is None else self.underlying.files
 
     def sidecars(self) -> list[Path]:
         """List the full paths of the checkpoint's files except weights and config.json, code included."""
@@ -337,12 +311,12 @@ class CheckpointReader:
 
     def stamp(self) -> dict[str, list[int]]:
         """Return the current stamp of the files that loading reads (see :func:`stamp_of`)."""
-        return self._underlying.stamp() if self._underlying is not None else stamp_of(self.source)
+        return self.underlying.stamp() if self.underlying is not None else stamp_of(self.source)
 
     def check_untouched(self) -> None:
         """Raise SurgeryError if a file was modified, added or removed since opening; does not hash contents."""
-        if self._underlying is not None:
-            self._underlying.check_untouched()
+        if self.underlying is not None:
+            self.underlying.check_untouched()
         elif self._stamp != (now := self.stamp()):
             before = self._stamp or {}
             changed = next(name for name in sorted({*before, *now}) if before.get(name) != now.get(name))
@@ -358,16 +332,16 @@ class CheckpointReader:
 
     def identity(self, progress: Callable[[int], None] | None = None) -> Identity:
         """Return the fingerprint and the stamp of the files when opened; takes the argument of `fingerprint`."""
-        if self._underlying is not None:
-            return self._underlying.identity(progress)
+        if self.underlying is not None:
+            return self.underlying.identity(progress)
         if self._identity is None:
             self._identity = Identity(self._hashed(progress), self._stamp or self.stamp())
         return self._identity
 
     def recall(self, identity: Identity | None) -> bool:
         """Reuse an identity of an earlier run if the stamp is unchanged; return whether the fingerprint is known."""
-        if self._underlying is not None:
-            return self._underlying.recall(identity)
+        if self.underlying is not None:
+            return self.underlying.recall(identity)
         if self._identity is None and identity is not None and identity.stamp == self._stamp == self.stamp():
             self._identity = identity
         return self._identity is not None
@@ -376,7 +350,7 @@ class CheckpointReader:
         """Raise SurgeryError if config or weights changed since the fingerprint; rehashes only if the stamp changed."""
         identity = self.identity()
         if self.stamp() != identity.stamp:
-            now = CheckpointReader.open(self.source, allow_pickle=True)  # with the current config
+            now = CheckpointReader.open(self.source)  # with the current config
             if now.fingerprint() != identity.sha256:
                 raise SurgeryError(f"{self.source}: was changed while it was read; start again")
 

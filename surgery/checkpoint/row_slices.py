@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.read_ahead import FileRange
 from surgery.checkpoint.stores import ByteRanges, Store
 from surgery.checkpoint.tensors import TensorInfo, as_bytes
 from surgery.common.errors import SurgeryError
@@ -63,10 +62,6 @@ class RowSliceStore:
             out[: len(selected)] = selected
         else:
             self._store.read(part.stored, list(_stored_ranges(part.rows, row, ranges)), out)
-
-    def file_ranges(self, name: str) -> list[FileRange]:
-        """Return the byte ranges of the whole stored tensor, as :meth:`Store.file_ranges` does."""
-        return self._store.file_ranges(self._slices[name].stored if name in self._slices else name)
 
     def _transposed(self, stored: str) -> Tensor:
         info = self._store.infos[stored]

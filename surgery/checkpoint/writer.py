@@ -34,7 +34,6 @@ class CheckpointWriter:
         metadata: metadata of each safetensors file; default ``{"format": "pt"}``, which transformers requires.
         staging: staging of ``out``, created and discarded by the caller.
         stored_names: names in the files, for tensors with other names in the plan.
-        parts: stored tensors of quantized matrices that are copied without dequantization, by name in the plan.
 
     Raises SurgeryError: the plan cannot be stored, ``out`` may not be written, or the disk is too full.
     """
@@ -49,19 +48,16 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
         staging: Staging | None = None,
         stored_names: Mapping[str, str] | None = None,
-        parts: Mapping[str, Mapping[str, Described]] | None = None,
     ):
         self.plan = {name: _checked_spec(name, tensor) for name, tensor in plan.items()}
         if not self.plan:
             raise SurgeryError.at(out, "the plan has no tensors")
-        self._parts = dict(parts or {})
-        files = {name: _checked_spec(name, tensor) for name, tensor in in_parts(self.plan, self._parts).items()}
-        self._shards = _split_into_shards(files, parse_size(max_shard_size))
+        self._shards = _split_into_shards(self.plan, parse_size(max_shard_size))
         self._stored_names = dict(stored_names or {})
         self._metadata = {"format": "pt"} if metadata is None else metadata
         self._external_staging, self._staging = staging is not None, staging or Staging(Path(out), overwrite=overwrite)
         self.out, self.partial = self._staging.out, self._staging.partial
-        self._total_bytes = sum(spec.nbytes for spec in files.values())
+        self._total_bytes = sum(spec.nbytes for spec in self.plan.values())
         self._staging.check_space(self._total_bytes)
         self._locations: dict[str, tuple[Path, int]] = {}
         self._written: set[str] = set()
@@ -95,8 +91,6 @@ class CheckpointWriter:
         infinity, or the disk is full.
         """
         self._check_planned(name, tensor)
-        if name in self._parts:
-            raise SurgeryError.at(self.out, f"{name} has to change and cannot stay quantized; drop --keep-quantised")
         tensor = tensor.detach().cpu().contiguous()
         self._write_chunk(name, tensor, offset=0)
         self._written.add(name)
@@ -107,12 +101,10 @@ class CheckpointWriter:
         Raises SurgeryError as `write`, or the other checkpoint lacks the tensor or cannot be read.
         """
         self._check_planned(name, reader.info(name))
-        stored = reader.as_stored if name in self._parts else reader
-        for part in self._parts.get(name, (name,)):
-            offset = 0
-            for piece in stored.chunks(part):
-                self._write_chunk(part, piece, offset)
-                offset += piece.nbytes
+        offset = 0
+        for piece in reader.chunks(name):
+            self._write_chunk(name, piece, offset)
+            offset += piece.nbytes
         self._written.add(name)
 
     def write_json(self, name: str, value: Any) -> None:
@@ -212,11 +204,6 @@ class CheckpointWriter:
     def _require_open(self) -> None:
         if not self._open:
             raise SurgeryError.at(self.out, "its writer is not open; use it in a with block, before commit")
-
-
-def in_parts(plan: Mapping[str, Described], parts: Mapping[str, Mapping[str, Described]]) -> dict[str, Described]:
-    """Replace the quantized matrices of a plan with their stored parts."""
-    return {each: spec for name, whole in plan.items() for each, spec in parts.get(name, {name: whole}).items()}
 
 
 def _checked_spec(name: str, tensor: Described) -> TensorSpec:

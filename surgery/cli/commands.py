@@ -48,23 +48,6 @@ LONG = {("convert",), ("slice",), ("heal",), ("eval",), ("plan",), ("run",), ("v
 """Long-running commands with phases, as tuples of command words."""
 
 
-FOLLOWED: dict[str, Any] = {
-    "follow_links": (
-        False,
-        Annotated[
-            bool,
-            typer.Option(
-                "--follow-links", help="Follow links to files outside of the checkpoint; only if you trust them."
-            ),
-            ADVANCED,
-        ],
-    )
-}
-"""Option of commands that read checkpoints."""
-READING = {("inspect",), ("plan",), ("convert",), ("heal",), ("slice",), ("run",), ("eval",), ("verify",), ("doctor",)}
-READING |= {("export",), ("heads",), ("bench", "decode")}
-
-
 class _CompactHelp:
     """Compact help that fits 80 columns: no types and no aliases of flags, and defaults in brackets.
 
@@ -154,10 +137,7 @@ def equip(app: typer.Typer, *group: str) -> None:
         name = command.name or command.callback.__name__.strip("_")
         command.cls = command.cls if issubclass(command.cls or TyperCommand, SurgeryCommand) else SurgeryCommand
         command.help = _with_example_lines(command.help or inspect.getdoc(command.callback) or "")
-        words = (*group, name)
-        command.callback = _shared(
-            command.callback, VERBOSE_OPTION if words in LONG else {}, FOLLOWED if words in READING else {}
-        )
+        command.callback = _shared(command.callback, VERBOSE_OPTION if (*group, name) in LONG else {})
     for each in app.registered_groups:
         equip(each.typer_instance, *group, each.name or each.typer_instance.info.name)
 
@@ -168,25 +148,21 @@ def _with_example_lines(text: str) -> str:
     return intro + "\\\n".join([mark, *(line.strip() for line in examples.splitlines() if line.strip())])
 
 
-def _shared(
-    function: Callable[..., None], verbose_option: dict[str, Any], link_options: dict[str, Any]
-) -> Callable[..., None]:
-    """Wrap a command function with --quiet, --help-all, and --verbose and link options if given."""
+def _shared(function: Callable[..., None], verbose_option: dict[str, Any]) -> Callable[..., None]:
+    """Wrap a command function with --quiet, --help-all, and --verbose if given."""
 
     @wraps(function)
-    def called(quiet: bool, help_all: bool, follow_links: bool = False, **values: Any) -> None:
-        from surgery.checkpoint.layout import FOLLOW_LINKS
+    def called(quiet: bool, help_all: bool, **values: Any) -> None:
         from surgery.common.progress import QUIET, VERBOSE
 
         # `surgery inspect` has a --verbose of its own.
         verbose = VERBOSE if verbose_option and values.pop("verbose") else {}
-        linked = {FOLLOW_LINKS: "1"} if follow_links else {}
-        with environment(**(QUIET if quiet else {}), **verbose, **linked):
+        with environment(**(QUIET if quiet else {}), **verbose):
             function(**values)
 
     hints = get_type_hints(function, include_extras=True)
     parameters = [each.replace(annotation=hints[each.name]) for each in inspect.signature(function).parameters.values()]
-    shared = {**verbose_option, **link_options, "quiet": (False, QuietOption), HELP_ALL: (False, HelpAllOption)}
+    shared = {**verbose_option, "quiet": (False, QuietOption), HELP_ALL: (False, HelpAllOption)}
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
         for name, (default, option) in shared.items()

@@ -20,7 +20,6 @@ from surgery.cli.options import (
     JsonOption,
     KeepCodeOption,
     OverwriteOption,
-    PickleOption,
     RestartOption,
     command_line,
     option,
@@ -89,7 +88,6 @@ def convert(
     ] = None,
     dry_run: DryRunOption = False,
     restart: RestartOption = False,
-    allow_pickle: PickleOption = False,
     keep_code: KeepCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -151,7 +149,6 @@ def convert(
         out,
         settings,
         overwrite=overwrite,
-        allow_pickle=allow_pickle,
         keep_code=keep_code,
         command=command_line(),
         predicted=planned and planned.predicted,
@@ -178,8 +175,8 @@ def _show_dry_run(request: ConversionRequest, called: str, seconds: float | None
     if seconds is None:
         from surgery.structures.dry_run import plan_conversion
 
-        options = {"overwrite": request.overwrite, "allow_pickle": request.allow_pickle}
-        plan, healing = plan_conversion(request.source, request.out, request.settings, **options), None
+        plan = plan_conversion(request.source, request.out, request.settings, overwrite=request.overwrite)
+        healing = None
     else:
         from surgery.healing.convert_and_heal import plan_both
 

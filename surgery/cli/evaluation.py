@@ -14,7 +14,6 @@ from surgery.cli.options import (
     ConfigOption,
     DryRunOption,
     JsonOption,
-    PickleOption,
     RestartOption,
     command_line,
     flag,
@@ -42,7 +41,6 @@ def evaluate(
     trust_remote_code: Annotated[
         bool, flag("--trust-remote-code", "Run the code stored next to the weights."), ADVANCED
     ] = False,
-    allow_pickle: PickleOption = False,
     restart: RestartOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
@@ -90,7 +88,6 @@ def evaluate(
         writes=True,
         restart=restart,
         overwrite=overwrite,
-        allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
     if dry_run:

@@ -11,7 +11,6 @@ from surgery.cli.options import (
     CheckpointArgument,
     ConfigOption,
     JsonOption,
-    PickleOption,
     RestartOption,
     flag,
     option,
@@ -33,7 +32,6 @@ def score(
     ] = None,
     config: ConfigOption = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.", OUTPUT)] = False,
-    allow_pickle: PickleOption = False,
     restart: RestartOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -63,6 +61,6 @@ def score(
     from surgery.heads.scoring import score_heads
 
     modes = {"overwrite": overwrite, "restart": restart}
-    scored = score_heads(checkpoint, out, settings, **modes, allow_pickle=allow_pickle, progress=Progress())
+    scored = score_heads(checkpoint, out, settings, **modes, progress=Progress())
     if scored.is_main:
         show_pattern(scored, called, as_json=as_json)

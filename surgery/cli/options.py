@@ -41,7 +41,6 @@ def flag(name: str, help: str, panel: str | None = None, **more: Any) -> Any:
 CHECKPOINT = "Folder, .gguf file or hub id (org/name); builtin is the demo model, smollm2 SmolLM2-135M."
 CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help=CHECKPOINT)]
 JsonOption = Annotated[bool, flag("--json", "Print the report as JSON on standard output.")]
-PickleOption = Annotated[bool, flag("--allow-pickle", "Read pickled weights if there are no others."), ADVANCED]
 KeepCodeOption = Annotated[
     bool, flag("--keep-code", "Also copy the source's code files (*.py, custom_generate/).", OUTPUT), ADVANCED
 ]

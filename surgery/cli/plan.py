@@ -12,7 +12,6 @@ from surgery.cli.options import (
     CheckpointArgument,
     ConfigOption,
     JsonOption,
-    PickleOption,
     RestartOption,
     flag,
     option,
@@ -37,7 +36,6 @@ def plan_(
         bool, flag("--dry-run", "Only list the candidates with their bytes, and estimate the time; write nothing.")
     ] = False,
     config: ConfigOption = None,
-    allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Choose a conversion for a memory limit, a KV ratio or a loss limit, by simulating candidates on held-out text.
@@ -74,7 +72,7 @@ def plan_(
         from surgery.console.planning import show_forecast
         from surgery.planning.dry_run import forecast_plan
 
-        forecast = forecast_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle)
+        forecast = forecast_plan(source, settings, called=checkpoint)
         show_forecast(forecast, as_json=as_json)
         return
 
@@ -85,7 +83,7 @@ def plan_(
     from surgery.planning.plan_file import write_plan
 
     output = {"out": out, "restart": restart}
-    plan = make_plan(source, settings, called=checkpoint, allow_pickle=allow_pickle, **output, progress=Progress())
+    plan = make_plan(source, settings, called=checkpoint, **output, progress=Progress())
     if out is not None:
         write_plan(plan, out)
     if plot is not None:

@@ -19,7 +19,7 @@ from surgery.cli.evaluation import compare, evaluate, run
 from surgery.cli.generated import with_settings
 from surgery.cli.heads import score
 from surgery.cli.heal import heal
-from surgery.cli.options import CheckpointArgument, JsonOption, PickleOption, flag, option
+from surgery.cli.options import CheckpointArgument, JsonOption, flag, option
 from surgery.cli.plan import plan_
 from surgery.cli.push import push
 from surgery.cli.shipped import config
@@ -79,7 +79,6 @@ def inspect(
             "--verbose", "-v", help="Also print the reasons for each model class, and every engine's verdict."
         ),
     ] = False,
-    allow_pickle: PickleOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a checkpoint's attention, its KV bytes and what it can be converted to.
@@ -104,7 +103,7 @@ def inspect(
         gc.freeze()  # else Python searches torch's objects for cycles before it exits: 0.4 s
     gc.enable()
 
-    inspection = inspect_checkpoint(source, allow_pickle=allow_pickle)
+    inspection = inspect_checkpoint(source)
     show_inspection(inspection, checkpoint, as_json=as_json, verbose=verbose, titled=False)
 
 

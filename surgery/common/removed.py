@@ -5,6 +5,8 @@ from __future__ import annotations
 ROWS = "every channel has its own scale, from calibration text: leave it out"
 TUNED = "the best configuration was as fast as the default on an H100: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
+HEADS = "all layers keep as many KV heads; --to lowrank and --to mla allocate ranks by layer"
+FAMILY = "the result has the class of its source: leave it out; existing checkpoints still load"
 KL = "use kl, the divergence that every report trained with"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 KVTC = "it stores caches, and the live cache keeps its bytes: use caches that a model decodes from"
@@ -88,9 +90,17 @@ REMOVED = {
     "bits fp8": WIDTHS.format(0.5, 8),
     "granularity": "layers with a window and no sinks recalled nothing: leave it out, and single heads stream",
     "heads_multiple": "streaming heads run in one process of every engine: leave it out",
+    "gqa allocate": HEADS,
+    "mqa allocate": HEADS,
+    "gqa carrier": FAMILY,
+    "mqa carrier": FAMILY,
+    "method key-norm": "use --method fisher, which aligns heads in the metric of the loss",
     "gqa bits": "quantize the result: surgery convert CKPT-gqa --to quantized",
     "mqa bits": "quantize the result: surgery convert CKPT-mqa --to quantized",
     "hybrid bits": "streaming heads keep full-precision tokens; --to quantized quantizes all tokens",
+    "allow_pickle": "load pickled weights in transformers, and save them with save_pretrained",
+    "follow_links": "links are always followed: leave it out",
+    "keep_quantised": "quantize the result",
     "to mixed": "convert all layers to one target, such as --to lowrank --bits auto, which allocates bits by layer; "
     "existing mixed checkpoints still load",
 }

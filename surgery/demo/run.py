@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from surgery.checkpoint.model_folder import model_folder
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2, asset, model_named
 from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
@@ -115,7 +116,7 @@ def run_demo(
         convert(request, progress=progress)
     resumes_from(out)
     progress.note("loading both models with stock transformers in a process of their own")
-    prompt, (source, converted) = measure_with_stock_transformers([reader.model_folder(), out], demo_model)
+    prompt, (source, converted) = measure_with_stock_transformers([model_folder(reader), out], demo_model)
     demo = Demo(out, model, source_name, prompt, source, converted, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo

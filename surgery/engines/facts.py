@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from surgery.checkpoint.config_file import with_legacy_rope_keys
-from surgery.checkpoint.kv_widths import DECILM, kv_widths
+from surgery.checkpoint.kv_widths import kv_widths
 from surgery.common.size_names import with_size_names
 from surgery.model.layer_entry import head_dim_of
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
@@ -30,7 +30,7 @@ class Facts:
     """Properties of a checkpoint that engines depend on.
 
     Attributes:
-        structure: MLA (stock ``deepseek_v3``), HEADS (a family's stock class), DECILM, or OWN, this package's class.
+        structure: MLA (stock ``deepseek_v3``), HEADS (a family's stock class), or OWN, this package's class.
         family: model_type of the config; ``base``: for the custom model class, that of its source.
         cached_numbers: elements per token over all layers, with unlimited windows; None for structures of the custom
             model class that only transformers runs.
@@ -86,7 +86,7 @@ class Facts:
         family = config.get("model_type", "")
         if isinstance(config.get("text_config"), dict):
             config = {**config, **_with_defaults(config["text_config"])}
-        structure = OWN if family == PICTURES else family if family in (MLA, DECILM, OWN) else HEADS
+        structure = OWN if family == PICTURES else family if family in (MLA, OWN) else HEADS
         common = {
             "structure": structure,
             "family": family,

@@ -1,12 +1,12 @@
-"""Verdict for transformers, which loads all conversions except DeciLM."""
+"""Verdict for transformers, which loads all conversions."""
 
 from __future__ import annotations
 
 import json
 
-from surgery.engines.facts import DECILM, OWN, Facts
+from surgery.engines.facts import OWN, Facts
 from surgery.engines.trials import TRANSFORMERS
-from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
+from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, Verdict
 
 NAME = "transformers"
 EAGER = ("gemma2",)
@@ -19,9 +19,6 @@ EAGERLY = ', attn_implementation="eager"'
 def verdict(facts: Facts, path: str) -> Verdict:
     """Return the verdict for ``from_pretrained``; the cache has the dtype of the weights."""
     fields = {"engine": NAME, "version": TRANSFORMERS.version, "device": TRANSFORMERS.device}
-    if facts.structure == DECILM:
-        reason, remedy = "it has no DeciLM class", "convert --to gqa --carrier own"
-        return Verdict(**fields, status=REFUSED, command=None, reason=reason, remedy=remedy)
     own = facts.structure == OWN
     code = ", trust_remote_code=True" * own + EAGERLY * (facts.family in EAGER)
     auto = PICTURES if facts.pictures else "AutoModelForCausalLM"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from surgery.checkpoint.gguf_tokenizer import pre_tokenizer_name
 from surgery.checkpoint.named_models import name_of
-from surgery.engines.facts import DECILM, MLA, OWN, Facts
+from surgery.engines.facts import MLA, OWN, Facts
 from surgery.engines.trials import LLAMA_CPP
 from surgery.engines.verdict import LOADS_WITH, NOT_TRIED, REFUSED, Verdict
 
@@ -30,7 +30,7 @@ def obstacle(facts: Facts) -> str | None:
         return " and ".join(reasons) or None
     if facts.family in LLAMAS and facts.windowed:
         return "its llama class has no sliding windows"
-    if (facts.family in LLAMAS or facts.structure == DECILM) and facts.rope not in ROPE_TYPES:
+    if facts.family in LLAMAS and facts.rope not in ROPE_TYPES:
         return f"surgery export does not write RoPE of type {facts.rope!r}"
     return None
 
@@ -47,7 +47,7 @@ def verdict(facts: Facts, path: str, folder: Path | None = None) -> Verdict:
         remedy = facts.again_for("llama.cpp")
         return Verdict(**fields, status=REFUSED, command=None, reason=problem, remedy=remedy)
     fields |= facts.cache(2)
-    if facts.structure not in (MLA, DECILM) and facts.family not in LLAMAS:
+    if facts.structure != MLA and facts.family not in LLAMAS:
         file = shlex.quote(f"{path}.gguf")
         command = f"convert_hf_to_gguf.py {shlex.quote(path)} --outfile {file} && llama-server -m {file}"
         reason = "surgery export writes Llama-class models only; llama.cpp's own converter was not tried"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgery.engines.facts import DECILM, MLA, OWN, Facts
+from surgery.engines.facts import MLA, OWN, Facts
 from surgery.engines.limits import FAST_WIDTH
 from surgery.engines.verdict import NOT_TRIED, REFUSED, Verdict
 
@@ -15,8 +15,6 @@ def verdict(facts: Facts, path: str) -> Verdict:
     obstacles = []
     if facts.structure == OWN:
         obstacles.append("does not support the custom model class")
-    if facts.structure == DECILM:
-        obstacles.append("supports one number of KV heads for all layers only")
     if facts.structure == MLA:
         obstacles += ["drops the biases"] * facts.biases
         obstacles += ["treats the RoPE frequency list as YaRN"] * facts.frequency_list

@@ -40,7 +40,7 @@ TRANSFORMERS = Trial(
         }
     ),
 )
-LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral", "nemotron-nas"}))
+LLAMA_CPP = Trial("b11549", "CPU", frozenset({"mla", "llama", "mistral"}))
 MLX = Trial(
     "0.32.2",
     "CPU",

@@ -7,7 +7,7 @@ sizes; on CPU the MLA kernel is built for 576 elements per token.
 
 from __future__ import annotations
 
-from surgery.engines.facts import DECILM, MLA, OWN, Facts
+from surgery.engines.facts import MLA, OWN, Facts
 from surgery.engines.limits import FAST_ROPE, FAST_WIDTH
 from surgery.engines.trials import VLLM_CHECKED, VLLM_CPU, VLLM_MLA_HEADS, VLLM_PLUGIN
 from surgery.engines.verdict import LOADS, LOADS_WITH, NOT_TRIED, REFUSED, Verdict
@@ -38,8 +38,7 @@ def cuda(facts: Facts, path: str) -> Verdict:
         return other
     fields |= facts.cache(NUMBER_BYTES)
     if facts.structure != MLA:
-        code = " --trust-remote-code" if facts.structure == DECILM else ""
-        return Verdict(**fields, status=NOT_TRIED, command=f"{serve}{code}", reason="not tried on a GPU")
+        return Verdict(**fields, status=NOT_TRIED, command=serve, reason="not tried on a GPU")
     checked = f"vLLM {VLLM_CHECKED}'s supports_mla_dimensions accepts {facts.head_sizes}; not tried on a GPU"
     if facts.width == FAST_WIDTH:
         return Verdict(**fields, status=LOADS, command=serve, reason=checked)
@@ -63,9 +62,8 @@ def cpu(facts: Facts, path: str) -> Verdict:
     if other := _not_by_its_class(facts, fields, width, facts.again(OURS), serve):
         return other
     fields |= facts.cache(NUMBER_BYTES)
-    code = " --trust-remote-code" if facts.structure == DECILM else ""
     rotated = ROTATED if facts.structure == MLA else ""
-    command = f"{serve}{code}{rotated}"
+    command = f"{serve}{rotated}"
     if facts.kind not in VLLM_CPU.kinds:
         return Verdict(**fields, status=NOT_TRIED, command=command, reason="no test covers this kind of checkpoint")
     status = LOADS_WITH if rotated else LOADS

@@ -35,13 +35,13 @@ class Checkpoint:
     trust_remote_code: bool = False
 
     @classmethod
-    def open(cls, label: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Checkpoint:
+    def open(cls, label: str, *, trust_remote_code: bool = False) -> Checkpoint:
         """Open ``path``, ``org/name`` or ``row name=path`` and hash the weights.
 
         Raises SurgeryError: the checkpoint does not exist or is damaged.
         """
         name, path = name_and_path(label)
-        reader = language_model(open_source(path, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code))
+        reader = language_model(open_source(path, trust_remote_code=trust_remote_code))
         return cls(name, path, reader, reader.fingerprint(), trust_remote_code)
 
     @property

@@ -45,7 +45,6 @@ class EvaluationRequest:
     writes: bool = False
     restart: bool = False
     overwrite: bool = False
-    allow_pickle: bool = False
     trust_remote_code: bool = False
 
 
@@ -141,9 +140,7 @@ def _open(request: EvaluationRequest, progress: Progress) -> tuple[Checkpoint | 
     opened = []
     with progress.phase("open and hash the weights", len(models), "model") as advance:
         for name in models:
-            opened.append(
-                Checkpoint.open(name, allow_pickle=request.allow_pickle, trust_remote_code=request.trust_remote_code)
-            )
+            opened.append(Checkpoint.open(name, trust_remote_code=request.trust_remote_code))
             advance()
     baseline = opened[0] if request.baseline else None
     if baseline is not None:

@@ -1,8 +1,8 @@
 """Mapping of a checkpoint to llama.cpp's metadata keys and tensor names.
 
 Stock MLA becomes ``deepseek2`` in the absorbed form: one KV head of latent and rotary dimensions, with the
-up-projection split into ``attn_k_b`` (transposed) and ``attn_v_b``. Llama models become ``llama``, or ``deci`` if KV
-heads differ by layer; both apply RoPE to adjacent elements, so q and k rows are permuted.
+up-projection split into ``attn_k_b`` (transposed) and ``attn_v_b``. Llama models become ``llama``, which applies RoPE
+to adjacent elements, so q and k rows are permuted.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.architectures.decilm import feed_forward_width
 from surgery.architectures.neutral_norm import OLD_SCALE, recognized_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.gguf_model import IN_LAYER, OUTSIDE, QK_NORMS, llama3_factors
 from surgery.common.errors import SurgeryError
-from surgery.engines.facts import DECILM, MLA
+from surgery.engines.facts import MLA
 from surgery.engines.llama_cpp import LLAMAS
 from surgery.transforms.latent_layer import interleaving
 
-ARCHITECTURES = {MLA: "deepseek2", DECILM: "deci", **dict.fromkeys(LLAMAS, "llama")}
+ARCHITECTURES = {MLA: "deepseek2", **dict.fromkeys(LLAMAS, "llama")}
 NAMES = {name.removesuffix(".weight"): stored.removesuffix(".weight") for stored, name in OUTSIDE.items()}
 LAYER_NAMES = {name: stored for stored, name in IN_LAYER.items() if name not in QK_NORMS}
 LAYER_NAMES |= {"self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm"}
@@ -53,7 +52,7 @@ class GGUFModel:
 
     @classmethod
     def of(cls, reader: CheckpointReader) -> GGUFModel:
-        """Create the view; refuse checkpoints that do not fit one of the three architectures.
+        """Create the view; refuse checkpoints that do not fit one of the two architectures.
 
         Raises SurgeryError: the model type or a tensor is not supported.
         """
@@ -87,14 +86,6 @@ class GGUFModel:
         config = self.reader.config
         return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
-    def kv_heads(self, layer: int) -> int:
-        """Return the KV heads of a layer in the checkpoint."""
-        config = self.reader.config
-        heads = config["num_attention_heads"]
-        if self.architecture == "deci":
-            return heads // config["block_configs"][layer]["attention"]["n_heads_in_group"]
-        return config.get("num_key_value_heads") or heads
-
     def write_keys(self, writer) -> None:
         """Write the hyperparameters to a ``gguf.GGUFWriter``."""
         config = self.reader.config
@@ -109,18 +100,9 @@ class GGUFModel:
             self._write_latent_keys(writer)
             return
         heads = config["num_attention_heads"]
-        by_layer = [self.kv_heads(layer) for layer in range(self._layers)]
-        if self.architecture == "deci":
-            widths = [
-                feed_forward_width(block["ffn"]["ffn_mult"], config["hidden_size"]) for block in config["block_configs"]
-            ]
-            writer.add_head_count([heads] * self._layers)
-            writer.add_head_count_kv(by_layer)
-            writer.add_feed_forward_length(widths)
-        else:
-            writer.add_head_count(heads)
-            writer.add_head_count_kv(by_layer[0])
-            writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(heads)
+        writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+        writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_key_length(self._head_dim)
         writer.add_value_length(self._head_dim)
         writer.add_rope_dimension_count(self._head_dim)

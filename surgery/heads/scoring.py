@@ -66,7 +66,6 @@ def score_heads(
     settings: HeadSettings | None = None,
     *,
     overwrite: bool = False,
-    allow_pickle: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
 ) -> ScoredHeads:
@@ -81,7 +80,6 @@ def score_heads(
             "-heads-METHOD".
         settings: default :class:`HeadSettings`.
         overwrite: replace existing files.
-        allow_pickle: read pickled weights if there are no others.
         restart: discard the journal of an interrupted scoring.
         progress: progress bars; silent if None.
 
@@ -96,7 +94,7 @@ def score_heads(
     out = Path(out).expanduser() if out else default_pattern(source, settings.method)
     with ExitStack() as locks:
         heat_map = processes.from_main(lambda: _claim_output(out, overwrite, locks))
-        checkpoint = Checkpoint.open(str(source), allow_pickle=allow_pickle)
+        checkpoint = Checkpoint.open(str(source))
 
         def journal(seed: int, identity: Mapping[str, Any]) -> Journal:
             path = out.with_name(f".{out.name}.seed{seed}.journal")

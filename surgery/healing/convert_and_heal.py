@@ -108,8 +108,8 @@ def plan_both(request: ConversionRequest, budget: Mapping[str, float]) -> tuple[
     healing = _healing_request(request, _output_path(request), budget, None)
     with TemporaryFolder("outline") as folder:
         outline = Path(folder, CONVERTED)
-        options = {"overwrite": request.overwrite, "allow_pickle": request.allow_pickle}
-        conversion = plan_conversion(request.source, healing.out, request.settings, outline=outline, **options)
+        options = {"overwrite": request.overwrite, "outline": outline}
+        conversion = plan_conversion(request.source, healing.out, request.settings, **options)
         _check_healable(request, healing, outline)
         return conversion, plan_healing(replace(healing, student=str(outline))) if outline.exists() else None
 
@@ -152,7 +152,7 @@ def _check_healable(request: ConversionRequest, healing: HealRequest, outline: P
     tokenizer_of(teacher, remedy="--heal trains on text: use a checkpoint with a tokenizer, or leave --heal out")
     if not outline.exists():
         structure, _ = open_request(request, Progress(silent=True))
-        outline_result(outline, structure, request.settings)
+        outline_result(outline, structure)
     if outline.exists():
         try:
             student = open_source(outline)

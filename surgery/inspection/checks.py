@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from surgery.architectures.custom_class import layer_entries
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.file_kinds import as_text, summary
-from surgery.checkpoint.kv_widths import DECILM
+from surgery.checkpoint.model_folder import model_folder
 from surgery.checkpoint.tensors import all_finite
 from surgery.common.errors import SurgeryError
 from surgery.common.human import size
@@ -103,10 +103,6 @@ def verify_checkpoint(
     others = {as_text(name): kind.value for name, kind in compared.unlisted.items()}, report.source_files or {}
     checks.append(_check("files", lambda: _files(report, compared)))
     checks.append(_check("numbers", lambda: _numbers(reader, progress)))
-    if reader.config.get("model_type") == DECILM:
-        why = "transformers has no class for it; vLLM and llama.cpp do"
-        checks += [Check(name, NOT_CHECKED, why) for name in ("caches", "KV bytes", "logits", "whole model")]
-        return Checked(str(source), checks, *others)
     running: dict[str, Any] = {}
 
     def opened():
@@ -226,7 +222,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     groups of tokens are not read in pieces either: the pass that completes a group computes another function. Raises
     SurgeryError: transformers does not load the model, or logits depend on splits or on other rows.
     """
-    model = whole_model(reader.model_folder(), dtype=torch.float32).to(opened.stream.device)
+    model = whole_model(model_folder(reader), dtype=torch.float32).to(opened.stream.device)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(opened.config.vocab_size, (1, LENGTH), generator=generator).to(model.device)
     whole = model(ids).logits

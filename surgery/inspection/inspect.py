@@ -46,12 +46,12 @@ class Inspection:
         return asdict(self)
 
 
-def inspect_checkpoint(source: str | Path, *, allow_pickle: bool = False) -> Inspection:
+def inspect_checkpoint(source: str | Path) -> Inspection:
     """Inspect a checkpoint; unsupported attention is reported as the reason why a target does not apply.
 
     Raises SurgeryError: the checkpoint cannot be read, or its model family is not supported.
     """
-    reader = open_model(source, allow_pickle=allow_pickle)
+    reader = open_model(source)
     if reader.config.get("model_type") in MODEL_TYPES:
         return Inspection(**converted_facts(reader, CONTEXTS))
     opened = Source.of(reader, ConvertSettings(), config=plain_config(reader.config))

@@ -46,9 +46,7 @@ class PlanForecast:
         return asdict(self)
 
 
-def forecast_plan(
-    source: str | Path, settings: PlanSettings, *, called: str | None = None, allow_pickle: bool = False
-) -> PlanForecast:
+def forecast_plan(source: str | Path, settings: PlanSettings, *, called: str | None = None) -> PlanForecast:
     """List the candidates of a plan and estimate its time.
 
     The time assumes that forward passes run at the speed of one matrix product, as in a conversion's dry run. It is
@@ -56,7 +54,7 @@ def forecast_plan(
     fits the memory already.
     """
     called = called or str(source)
-    reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)
+    reader = open_model(source, dtype=settings.weights_dtype)
     opened = Source.of(reader, settings, any_family_of(reader.config))
     share = budget_share(settings, opened)
     candidates = Candidates(opened, None, settings)

@@ -98,7 +98,6 @@ def make_plan(
     settings: PlanSettings,
     *,
     called: str | None = None,
-    allow_pickle: bool = False,
     out: Path | None = None,
     restart: bool = False,
     progress: Progress | None = None,
@@ -107,7 +106,6 @@ def make_plan(
 
     Args:
         called: name of the source in commands; None for its path.
-        allow_pickle: read pickled weights if there are no others.
         out: path of the plan file. Next to it, ``<out>.statistics.partial`` holds the statistics and the simulation's
             state, from which an interrupted plan resumes. None writes nothing.
         restart: start from scratch instead of resuming an interrupted plan.
@@ -117,7 +115,7 @@ def make_plan(
         SurgeryError: the source cannot be read or converted, or nothing meets the budget.
     """
     progress, began, called = progress or Progress(silent=True), time.monotonic(), called or str(source)
-    reader = open_model(source, allow_pickle=allow_pickle, dtype=settings.weights_dtype)
+    reader = open_model(source, dtype=settings.weights_dtype)
     opened = Source.of(reader, settings, any_family_of(reader.config))
     share = budget_share(settings, opened)
     if beyond := beyond_positions(settings.tokens, opened.config.max_position_embeddings):

@@ -39,11 +39,6 @@ from transformers import {pictures}, AutoProcessor
 
 model = {pictures}.from_pretrained("{name}", dtype="auto")
 processor = AutoProcessor.from_pretrained("{name}")""",
-    "nemotron-nas": """\
-# A class of vLLM and llama.cpp, not of transformers.
-from vllm import LLM
-
-model = LLM("{name}", trust_remote_code=True)""",
 }
 
 
@@ -69,7 +64,7 @@ def model_card(report, name: str, *, base_model: str | None = None, inherited: d
 
 Class `{in_code(target["model_type"])}` ({in_markdown("; ".join(target["reasons"]))}),
 {_describe_cache(source, target)}{_describe_rows(target)}, method
-`{in_code(target["method"])}`. The KV bytes were measured on live caches.{_kept_matrices(report)}
+`{in_code(target["method"])}`. The KV bytes were measured on live caches.
 
 ```python
 {loading}
@@ -177,14 +172,6 @@ def _describe_rows(target: dict) -> str:
         return ""
     first = f"the first {target['first_tokens']} tokens in full precision"
     return f" in packed rows of {_range(rows)} bytes per token, {first}"
-
-
-def _kept_matrices(report) -> str:
-    """Describe the matrices that stayed quantized; empty after healing, which writes all of them unquantized."""
-    if not report.settings.get("keep_quantised") or report.healing:
-        return ""
-    codes = in_markdown(report.source["dequantised_from"])
-    return f"\nMatrices outside of attention are stored in {codes}, as in the source."
 
 
 def _range(numbers: list[int]) -> str:

@@ -60,7 +60,6 @@ class LayerStream:
         names = [name for name in reader.names() if name.startswith(LAYER_PREFIX.partition("{")[0])]
         size = sum(math.prod(reader.info(name).shape) for name in names) * dtype.itemsize
         self._loaded: dict[tuple[int, int], nn.Module] | None = {} if size <= SMALL else None
-        self._before = 0
 
     @property
     def num_layers(self) -> int:
@@ -126,18 +125,10 @@ class LayerStream:
         if self._loaded is None:
             model = self._load(start, stop)
             trim_allocator()  # temporaries of reading and casting
-            self._read_ahead(start, stop)
             return model
         if (start, stop) not in self._loaded:
             self._loaded[start, stop] = self._load(start, stop)
         return self._loaded[start, stop]
-
-    def _read_ahead(self, start: int, stop: int) -> None:
-        """Prefetch the next layer, in the current direction of the sweep."""
-        following = stop if start >= self._before else start - 1
-        self._before = start
-        if 0 <= following < self.num_layers:
-            self.reader.read_ahead(LAYER_PREFIX.format(layer=following))
 
     def _load(self, start: int, stop: int) -> nn.Module:
         """Load a decoder of layers [start, stop), without vocabulary and final norm."""

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from surgery import model as own_model
 from surgery.checkpoint import CheckpointReader
+from surgery.checkpoint.model_folder import model_folder
 from surgery.common.errors import SurgeryError
 from surgery.families.multimodal import MULTIMODAL
 from surgery.running.loading import (
@@ -60,7 +61,7 @@ def causal_model_unchecked(
     """Load as `causal_model`, for callers that verify the files by hash."""
     renamed = reader.config.get("model_type") in own_model.DECODERS
     if not reader.stored_names and not renamed:
-        return whole_model(reader.model_folder(), dtype=dtype, trust_remote_code=trust_remote_code)
+        return whole_model(model_folder(reader), dtype=dtype, trust_remote_code=trust_remote_code)
     weights = {name: reader.tensor(name) for name in reader.names() if renamed or name in reader.stored_names}
     config = with_standard_names(load_config(reader.path))
     logging.disable_progress_bar()

@@ -63,12 +63,12 @@ class Source(Opened):
     stream: LayerStream
 
     @classmethod
-    def open(cls, source: str | Path, settings: RunSettings, *, allow_pickle: bool = False) -> Source:
+    def open(cls, source: str | Path, settings: RunSettings) -> Source:
         """Open and check a checkpoint.
 
         Raises SurgeryError: the checkpoint cannot be read, or its family, RoPE or weights are not supported.
         """
-        return cls.of(open_model(source, allow_pickle=allow_pickle), settings)
+        return cls.of(open_model(source), settings)
 
     @classmethod
     def of(

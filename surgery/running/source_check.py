@@ -28,12 +28,12 @@ ROWS = 16_384
 """Rows of embedding and head that are compared at a time."""
 
 
-def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> CheckpointReader:
+def open_source(source: str | Path, *, trust_remote_code: bool = False) -> CheckpointReader:
     """Open a checkpoint and compare it with its class, if that is not remote code. Every command calls this first.
 
     Raises SurgeryError: the checkpoint cannot be read, or its tensors are not those that its config.json describes.
     """
-    reader = CheckpointReader.open(source, allow_pickle=allow_pickle)
+    reader = CheckpointReader.open(source)
     return reader if trust_remote_code and "auto_map" in reader.config else checked(reader)
 
 

@@ -16,12 +16,12 @@ from surgery.running.loading import load_config
 from surgery.running.source_check import open_source
 
 
-def open_model(source: str | Path, *, allow_pickle: bool = False, dtype: str | None = None) -> CheckpointReader:
+def open_model(source: str | Path, *, dtype: str | None = None) -> CheckpointReader:
     """Open a checkpoint as a view by :func:`unfused`, cast to ``dtype`` or as stored; commands call this first.
 
     Raises SurgeryError: the checkpoint cannot be read, or has a feature that its family does not support.
     """
-    reader = open_source(source, allow_pickle=allow_pickle)
+    reader = open_source(source)
     return unfused(reader if dtype is None else reader.in_dtype(getattr(torch, dtype)))
 
 

@@ -50,8 +50,6 @@ class Outcome:
             and ``cells()`` for printed tables.
         simulated: final hidden states [N, T, D] of the last stage on the held-out text.
         factors: multipliers of copied tensors, by tensor name.
-        final_config: config.json of another class for the same tensors, written after the result is verified with
-            ``config``; ``final_code`` are the files that it needs.
         splits: tried splits of the budget with their held-out losses.
         shape: shape of the source if it is not a checkpoint of a family.
         flow: predicts peak and footprint from the numbers of prompt tokens and decoded tokens, in the dtype of the run.
@@ -64,8 +62,6 @@ class Outcome:
     simulated: Tensor
     factors: Mapping[str, float] = field(default_factory=dict)
     custom_class: bool = False
-    final_config: dict[str, Any] | None = None
-    final_code: tuple[Path, ...] = ()
     splits: list[dict[str, Any]] = field(default_factory=list)
     shape: SourceShape | None = None
     flow: Callable[[int, int], Flow] | None = None

@@ -28,7 +28,6 @@ from surgery.checkpoint.file_kinds import CARD, CONFIG, REPORT, list_files, summ
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
-from surgery.checkpoint.writer import in_parts
 from surgery.common.memory import peak_memory
 from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
@@ -45,7 +44,6 @@ from surgery.running.source import process_device
 from surgery.structures.base import Outcome, Structure
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Workload
-from surgery.structures.kept_matrices import asked_to_keep, kept_matrices, quantization_entry
 from surgery.structures.registry import TARGETS
 from surgery.structures.request import ConversionRequest, open_request
 from surgery.verification.written import Verification, prompt_of
@@ -95,8 +93,7 @@ def _convert(request: ConversionRequest, processes: Processes, progress: Progres
     structure, out = processes.first_on_main(lambda: open_request(request, progress))
     if stored := structure.opened.reader.dequantised_from:
         dtype = str(structure.opened.weight_dtype).removeprefix("torch.")
-        which = "in attention only" if asked_to_keep(settings) else "in all layers"
-        progress.note(f"{stored} weights are dequantized to {dtype} {which}")
+        progress.note(f"{stored} weights are dequantized to {dtype}")
     if left_out := structure.opened.reader.left_out:
         progress.note(f"skipped: {len(left_out)} tensors that the model class does not load, first {left_out[0]}")
     with ExitStack() as stack:
@@ -118,8 +115,7 @@ def _convert(request: ConversionRequest, processes: Processes, progress: Progres
             unfinished = stack.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **modes))
         folder, staging = unfinished.folder, unfinished.staging
         # The writer checks again once the tensors are final, but that may be hours from here.
-        stored_parts = kept_matrices(structure.opened.reader, settings, forecast.tensors)
-        staging.check_space(sum(spec.nbytes for spec in in_parts(forecast.tensors, stored_parts).values()))
+        staging.check_space(sum(spec.nbytes for spec in forecast.tensors.values()))
         work = ConversionContext.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, processes)
         processes.from_main(lambda: folder)
         with progress.step(2, STEPS):
@@ -128,12 +124,11 @@ def _convert(request: ConversionRequest, processes: Processes, progress: Progres
             tensors = structure.plan(work)
         options = {"max_shard_size": settings.max_shard_size, "staging": staging}
         options["stored_names"] = whole_names(structure.opened.reader, forecast.config, tensors)
-        options["parts"] = kept_matrices(structure.opened.reader, settings, tensors)
         with CheckpointWriter(out, tensors, **options) as writer:
             with progress.step(4, STEPS):
                 outcome = structure.convert_layers(work, writer)
             with progress.step(5, STEPS):
-                outcome, verification = _finish(structure, work, writer, carried, tensors, outcome)
+                verification = _finish(structure, work, writer, carried, outcome)
             if request.predicted is not None:
                 outcome = replace(outcome, target={**outcome.target, "predicted": dict(request.predicted)})
             with progress.step(6, STEPS):
@@ -153,17 +148,13 @@ def _finish(
     work: ConversionContext,
     writer: CheckpointWriter,
     carried: CarriedFiles,
-    tensors: Mapping[str, TensorSpec],
     outcome: Outcome,
-) -> tuple[Outcome, Verification]:
+) -> Verification:
     """Write all tensors and files outside attention, then check and run the result.
 
     Raises SurgeryError: the written files differ from the plan, or their outputs from the simulation.
     """
     reader = work.opened.reader
-    entry = quantization_entry(reader, tensors, kept_matrices(reader, work.settings, tensors))
-    final = outcome.final_config
-    outcome = replace(outcome, config=outcome.config | entry, final_config=None if final is None else final | entry)
     copy_tensors(reader, writer.missing(), outcome.factors, writer, work.progress)
     config, code = whole_config(reader, outcome.config), ()
     if outcome.custom_class:
@@ -172,7 +163,7 @@ def _finish(
     copy_sidecars(reader, carried, code, writer)
     writer.finish()
     verify_files(writer.partial, writer.stored_plan)
-    return outcome, structure.verify(work, writer.partial, outcome)
+    return structure.verify(work, writer.partial, outcome)
 
 
 def _conclude(
@@ -193,10 +184,6 @@ def _conclude(
     if useless := useless_layers(outcome.layers):
         outcome = replace(outcome, target={**outcome.target, "useless_layers": useless})
     report = build_report(work, outcome, verification, writer.out.name, writer.plan, command)
-    if outcome.final_config is not None:
-        writer.write_json(CONFIG, outcome.final_config)
-        for path in outcome.final_code:
-            writer.copy_file(path, path.name)
     config = read_json(writer.partial / CONFIG)
     if (own := carried.own_config(config, list_files(writer.partial))) != config:
         writer.write_json(CONFIG, own)
@@ -275,7 +262,7 @@ def _target(work: ConversionContext, outcome: Outcome, name: str) -> dict:
     """Build the report's entry of the target: name, class and the engines that load it."""
     # By the outcome's name, not the settings: a slice keeps its source's target, and kv_heads decides gqa or mqa.
     target, to = TARGETS.get(outcome.target["to"]), outcome.target["to"]
-    config = whole_config(work.opened.reader, outcome.final_config or outcome.config)
+    config = whole_config(work.opened.reader, outcome.config)
     return {
         **outcome.target,
         "model_type": config["model_type"],

@@ -16,7 +16,6 @@ from surgery.checkpoint import CheckpointWriter
 from surgery.checkpoint.disk import free_bytes
 from surgery.checkpoint.outline import write_outline
 from surgery.checkpoint.staging import NoSpace
-from surgery.checkpoint.writer import in_parts
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
 from surgery.running.kv_bytes import kv_shares
@@ -25,7 +24,6 @@ from surgery.running.source import OwnSource, Source, is_absent
 from surgery.structures.base import Structure
 from surgery.structures.estimates import Workload
 from surgery.structures.kept_layers import converted_layers
-from surgery.structures.kept_matrices import kept_matrices
 from surgery.structures.kv_bytes import source_kv_bytes
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
@@ -69,7 +67,6 @@ def plan_conversion(
     settings: ConversionSettings,
     *,
     overwrite: bool = False,
-    allow_pickle: bool = False,
     outline: Path | None = None,
 ) -> ConversionPlan:
     """Plan a conversion with these arguments, without running the model and without writing the result.
@@ -80,22 +77,19 @@ def plan_conversion(
     """
     silent, absent = Progress(silent=True), is_absent(settings.device)
     here = replace(settings, device="cpu") if absent else settings
-    structure, out = open_request(ConversionRequest(source, out, here, overwrite, allow_pickle), silent)
+    structure, out = open_request(ConversionRequest(source, out, here, overwrite), silent)
     opened, forecast = structure.opened, structure.forecast()
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):
             opened.anatomy(layer)  # raises for weights that are not finite
-    parts = kept_matrices(opened.reader, settings, forecast.tensors)
     refusal = None
     try:  # the constructor checks the output and writes nothing
-        writer_options = {"max_shard_size": settings.max_shard_size, "overwrite": overwrite, "parts": parts}
-        CheckpointWriter(out, forecast.tensors, **writer_options)
+        CheckpointWriter(out, forecast.tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
     except NoSpace as error:
         refusal = str(error)
 
     tokens = _tokens(opened, settings)
-    files = in_parts(forecast.tensors, parts)
-    weights = sum(spec.nbytes for spec in files.values())
+    weights = sum(spec.nbytes for spec in forecast.tensors.values())
     work = Workload.of(opened, settings, tokens, forecast.demand)
     if absent:
         work, speed = replace(work, on_host=False), None
@@ -104,7 +98,7 @@ def plan_conversion(
     config = forecast.config
     config_values = whole_config(opened.reader, config)
     if outline is not None:
-        outline_result(outline, structure, settings)
+        outline_result(outline, structure)
     source_kv, kv = source_kv_bytes(opened), forecast.kv_bytes_per_token
     limit, dtype = opened.config.max_position_embeddings, opened.weight_dtype
     shares = kv_shares(config, dtype, opened.reader.config, dtype, limit)
@@ -130,12 +124,11 @@ def plan_conversion(
     )
 
 
-def outline_result(folder: Path, structure: Structure, settings: ConversionSettings) -> None:
+def outline_result(folder: Path, structure: Structure) -> None:
     """Write a checkpoint of the result's shapes; a no-op for a vision-language source."""
     reader, forecast = structure.opened.reader, structure.forecast()
     if not reader.stored_names:
-        files = in_parts(forecast.tensors, kept_matrices(reader, settings, forecast.tensors))
-        write_outline(folder, reader, whole_config(reader, forecast.config), files)
+        write_outline(folder, reader, whole_config(reader, forecast.config), forecast.tensors)
 
 
 def _source_facts(opened: Source | OwnSource) -> dict:

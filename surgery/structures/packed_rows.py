@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import Tensor, nn
 
 from surgery.architectures.custom_class import MODEL_TYPE
+from surgery.calibration.settings import ConversionSettings
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import share, short
@@ -32,7 +33,6 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import converted_layers, kept_layers
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.settings import StructureSettings
 from surgery.structures.single_layers import single_layer_divergences
 from surgery.structures.stages import Form, StageTracker
 from surgery.transforms.row_allocation import Section, allocate_rows, granule_of, row_cost
@@ -45,7 +45,7 @@ ROUNDS = 2
 """Rounds of measurement and allocation. After one, a layer of SmolLM2-135M at KV ratio 0.25 had 44% output error."""
 LARGEST_FACTOR = 1e4
 
-Settings = TypeVar("Settings", bound=StructureSettings)
+Settings = TypeVar("Settings", bound=ConversionSettings)
 Rows = tuple[Runs, ...]
 """Runs of each section of a layer's row."""
 Plans = dict[int, Rows]

@@ -12,7 +12,6 @@ from surgery.checkpoint.output_path import settle_output
 from surgery.common.progress import Progress
 from surgery.running.unfused import open_model
 from surgery.structures.base import Structure
-from surgery.structures.kept_matrices import check_keepable
 from surgery.structures.registry import target_of
 
 
@@ -33,7 +32,6 @@ class ConversionRequest:
     out: str | Path | None
     settings: ConversionSettings
     overwrite: bool = False
-    allow_pickle: bool = False
     restart: bool = False
     keep_code: bool = False
     command: str = ""
@@ -46,9 +44,8 @@ def open_request(request: ConversionRequest, progress: Progress) -> tuple[Struct
     Raises SurgeryError: the request fails a check that needs no computation.
     """
     source, settings = request.source, request.settings
-    reader = open_model(source, allow_pickle=request.allow_pickle, dtype=settings.weights_dtype)
+    reader = open_model(source, dtype=settings.weights_dtype)
     target = target_of(settings)
-    check_keepable(reader, settings)
     structure = target.structure().for_source(reader.config, settings)
     opened = structure.open(reader, settings)
     out = settle_output(source, reader.source, request.out, target.ending_of(settings), overwrite=request.overwrite)

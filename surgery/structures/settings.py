@@ -16,17 +16,6 @@ FIRST_TOKENS = 4
 """Default number of full-precision first tokens of packed rows: attention sinks need more bits than other tokens."""
 
 
-def keep_quantised() -> Any:
-    """Create the setting ``keep_quantised``."""
-    return setting(
-        False,
-        "Keep weights outside of attention quantized, as stored.",
-        more="For compressed-tensors, bitsandbytes and block-wise fp8; by default all weights are dequantized.",
-        section="Output",
-        advanced=True,
-    )
-
-
 def first_tokens_setting(elsewhere: str = "") -> Any:
     """Create the setting of full-precision first tokens; ``elsewhere`` names other caches that have them."""
     return setting(
@@ -40,14 +29,7 @@ def first_tokens_setting(elsewhere: str = "") -> Any:
 
 
 @dataclass(frozen=True)
-class StructureSettings(ConversionSettings):
-    """Base settings of conversions to a structure."""
-
-    keep_quantised: bool = keep_quantised()
-
-
-@dataclass(frozen=True)
-class RowSettings(StructureSettings):
+class RowSettings(ConversionSettings):
     """Base settings of conversions whose result may keep a cache of packed rows."""
 
     bits: Literal["auto"] | None = setting(
@@ -69,7 +51,7 @@ class RowSettings(StructureSettings):
         return f"{target}-bits" if self.bits == "auto" else target
 
 
-def check_spectrum(settings: StructureSettings) -> None:
+def check_spectrum(settings: ConversionSettings) -> None:
     """Raise SurgeryError if ranks are allocated by spectrum without the loss metric that makes layers comparable."""
     if settings.allocate == "spectrum" and (settings.method != "fisher" or settings.calibration == NO_CALIBRATION):
         raise SurgeryError("allocate spectrum requires method fisher and calibration text", setting="allocate")

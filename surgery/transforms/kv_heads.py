@@ -16,13 +16,12 @@ kv-heads     rank 1, plain error          rank e, plain error           adjacent
 mean-pool    mean                         mean                          adjacent
 ============ ============================ ============================= =========
 
-Sources: mean-pool, GQA (arXiv 2305.13245); kv-heads, arXiv 2406.07056. Key-driven query allocation (arXiv 2408.08454)
-starts from mean-pool; see :mod:`surgery.transforms.key_norm`.
+Sources: mean-pool, GQA (arXiv 2305.13245); kv-heads, arXiv 2406.07056.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from surgery.calibration.statistics import LayerStatistics
@@ -76,40 +75,12 @@ class MergedLayer:
     Attributes:
         anatomy: the source's shapes, except for the number of KV heads; query heads are in the order of ``groups``.
         groups: the source's KV heads that each KV head replaces.
-        key_error, value_error: None if the query heads of a group read keys that their original key is not part of.
     """
 
     anatomy: AttentionAnatomy
     groups: tuple[Group, ...]
-    key_error: float | None
-    value_error: float | None
-
-
-def unmerged(anatomy: AttentionAnatomy) -> MergedLayer:
-    """Wrap a layer that keeps all its KV heads, with zero error."""
-    return MergedLayer(anatomy, adjacent_groups(anatomy.kv_heads, 1), 0.0, 0.0)
-
-
-def allocate_kv_heads(errors: Sequence[Mapping[int, float]], total: int) -> list[int]:
-    """Allocate KV heads to layers with the least total error, by dynamic programming over layers.
-
-    Taking the largest savings first would not be optimal: the number of heads at least doubles between choices.
-    ``errors`` are by number of heads, in one unit; fewer than ``total`` heads are used if the error is no larger.
-    Raises SurgeryError: ``total`` is less than the minima of the layers together.
-    """
-    # By heads spent: the least error of the layers so far, and the heads of each layer.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for choices in errors:
-        extended: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for spent, (error, heads) in best.items():
-            for count, more in choices.items():
-                together, candidate = spent + count, (error + more, (*heads, count))
-                if together <= total and (together not in extended or candidate < extended[together]):
-                    extended[together] = candidate
-        best = extended
-    if not best:
-        raise SurgeryError(f"{total} KV heads are too few for {len(errors)} layers")
-    return list(min((error, spent, heads) for spent, (error, heads) in best.items())[2])
+    key_error: float
+    value_error: float
 
 
 def merge_kv_heads(

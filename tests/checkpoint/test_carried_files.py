@@ -14,8 +14,6 @@ from tiny_models import make_checkpoint
 from surgery.checkpoint import CheckpointReader
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.file_kinds import Kind, kind_of, list_files, summary
-from surgery.checkpoint.layout import FOLLOW_LINKS
-from surgery.common.errors import SurgeryError
 from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 
@@ -113,21 +111,14 @@ def test_what_changes_after_the_beginning_is_not_carried(copy, tmp_path, monkeyp
     assert not (out / "added_tokens.json").exists()
 
 
-@pytest.mark.parametrize("target", ["env", ".env", "sub/tokenizer.json", "modeling_x.py", "pytorch_model.bin"])
-def test_links_to_files_that_are_not_carried_are_refused(copy, target, monkeypatch):
+def test_documents_that_are_links_are_left_out(copy):
     (copy / "LICENSE").unlink()
-    (copy / "LICENSE").symlink_to(target)
-    reader = CheckpointReader.open(copy)
-    with pytest.raises(SurgeryError, match=r"LICENSE: is a link to .*--follow-links"):
-        CarriedFiles.of(reader)
-    monkeypatch.setenv(FOLLOW_LINKS, "1")
-    assert "LICENSE" in CarriedFiles.of(reader).names
-
-
-def test_links_between_carried_files_are_followed(copy):
-    (copy / "LICENSE").unlink()
-    (copy / "LICENSE").symlink_to("NOTICE.txt")
-    assert (CarriedFiles.of(CheckpointReader.open(copy)).folder / "LICENSE").read_text() == "{}"
+    (copy / "LICENSE").symlink_to(copy.parent / "id_rsa")
+    (copy.parent / "id_rsa").write_text("secret")
+    carried = CarriedFiles.of(CheckpointReader.open(copy))
+    assert (
+        "LICENSE" not in carried.names and "LICENSE" in carried.left_out and not (carried.folder / "LICENSE").exists()
+    )
 
 
 @given(st.lists(st.sampled_from((*CARRIED, *CODE, *STRAYS, *HIDDEN)), unique=True), st.booleans())

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.checkpoint import CheckpointReader, location, stores
 from surgery.checkpoint.gguf_tokenizer import write_tokenizer
+from surgery.checkpoint.model_folder import model_folder
 from surgery.common.errors import SurgeryError
 from surgery.common.temporary import OTHER_TEMPORARY
 from surgery.export import export_checkpoint
@@ -55,7 +56,7 @@ def test_logits_are_those_of_transformers_own_loader(tmp_path, name, kind):
     reader = CheckpointReader.open(path)
     assert reader.dequantised_from == (kind if kind.startswith("Q") else None)
     assert {reader.info(each).dtype for each in reader.names()} == {KINDS[kind]}
-    actual_logits = logits(reader.model_folder(), "auto")
+    actual_logits = logits(model_folder(reader), "auto")
     if name in OWN_LOADER:
         assert torch.equal(actual_logits, logits(tmp_path, KINDS[kind], gguf_file=path.name))
     if kind == "F32":
@@ -113,9 +114,9 @@ def test_no_more_is_dequantized_than_asked_for(tmp_path, monkeypatch):
 def test_the_copy_is_one_checkpoint_with_the_same_content(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", make_model("qwen2"), "Q8_0", tokenizer=True)
     reader = CheckpointReader.open(path)
-    copy = CheckpointReader.open(reader.model_folder())
+    copy = CheckpointReader.open(model_folder(reader))
     assert copy.fingerprint() == reader.fingerprint()
-    assert reader.model_folder() == copy.path == CheckpointReader.open(tmp_path).model_folder()
+    assert model_folder(reader) == copy.path == model_folder(CheckpointReader.open(tmp_path))
     assert [each.name for each in reader.sidecars()] == [each.name for each in copy.sidecars()]
     assert reader.source == path and list(tmp_path.iterdir()) == [path]
     reference = reader.identity()
@@ -376,7 +377,7 @@ def test_a_copy_without_space_says_where_temporary_files_go(tmp_path, monkeypatc
     reader = CheckpointReader.open(write_gguf(tmp_path / "a.gguf", make_model("llama")))
     monkeypatch.setattr("surgery.checkpoint.staging.free_bytes", lambda path: 0)
     with pytest.raises(SurgeryError) as error:
-        reader.model_folder()
+        model_folder(reader)
     assert error.value.hint == OTHER_TEMPORARY
 
 

@@ -1,4 +1,4 @@
-"""Links of a checkpoint's folder: into the hub's cache they are followed, elsewhere only when that is asked for."""
+"""Links of a checkpoint's folder are followed, as transformers does."""
 
 import os
 
@@ -9,8 +9,6 @@ from safetensors.torch import save_file
 from tiny_models import make_checkpoint
 
 from surgery.checkpoint import CheckpointReader
-from surgery.checkpoint.layout import FOLLOW_LINKS
-from surgery.common.errors import SurgeryError
 
 BLOB, COMMIT = "0123456789abcdef" * 4, "0123456789" * 4
 
@@ -48,27 +46,6 @@ def test_links_to_links_of_a_snapshot_are_followed(tmp_path, target):
     assert CheckpointReader.open(folder).names() == ["a"]
 
 
-ELSEWHERE = (
-    "models--org--name/blobs/id_rsa",
-    f"models--org--name/blobs/{BLOB}.bin",
-    f"models--org--name/blobs/{BLOB[:20]}",
-    f"models--org--name/other/{BLOB}",
-    f"models--org--name/blobs/sub/{BLOB}",
-    f"models--org/deeper/blobs/{BLOB}",
-    f"blobs/{BLOB}",
-    f"datasets--org--name/blobs/{BLOB}",
-)
-
-
-@pytest.mark.parametrize("blob", ELSEWHERE)
-def test_other_links_are_refused_unless_they_are_trusted(target, blob, monkeypatch):
-    folder = target(blob)
-    with pytest.raises(SurgeryError, match="--follow-links"):
-        CheckpointReader.open(folder)
-    monkeypatch.setenv(FOLLOW_LINKS, "1")
-    assert CheckpointReader.open(folder).names() == ["a"]
-
-
 def test_a_conversion_follows_links_and_copies_their_content(tmp_path, monkeypatch, capsys):
     source, real = make_checkpoint(tmp_path / "source", "llama"), tmp_path / "real"
     real.mkdir()
@@ -78,9 +55,6 @@ def test_a_conversion_follows_links_and_copies_their_content(tmp_path, monkeypat
     arguments = ["convert", source, "--to", "gqa", "--kv-heads", "1", "--calibration", "none"]
     arguments += ["--out", tmp_path / "out"]
     code, _, err = run_main(monkeypatch, capsys, *arguments)
-    assert code == 1 and "--follow-links" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
-    code, _, err = run_main(monkeypatch, capsys, *arguments, "--follow-links")
     assert code == 0, err
-    assert FOLLOW_LINKS not in os.environ
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (real / "tokenizer.json").read_bytes()

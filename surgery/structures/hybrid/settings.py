@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
-from surgery.structures.settings import StructureSettings
 
 
 @dataclass(frozen=True)
-class HybridSettings(StructureSettings):
+class HybridSettings(ConversionSettings):
     """Settings of ``surgery convert --to hybrid``. Text is used to measure the loss only; nothing is calibrated."""
 
     heads: str | None = setting(

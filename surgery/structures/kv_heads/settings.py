@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
-from surgery.structures.settings import Allocation, StructureSettings, check_spectrum
 
-Method = Literal["fisher", "kv-heads", "mean-pool", "key-norm"]
+Method = Literal["fisher", "kv-heads", "mean-pool"]
 
 
 @dataclass(frozen=True)
-class KVHeadsSettings(StructureSettings):
+class KVHeadsSettings(ConversionSettings):
     """Settings of ``surgery convert --to gqa`` and ``--to mqa``, which keeps one head."""
 
     method: Method = setting(
@@ -32,35 +32,12 @@ class KVHeadsSettings(StructureSettings):
         unset="half of them",
         least=1,
     )
-    allocate: Allocation = setting(
-        "uniform",
-        "Allocation of KV heads to layers: uniform, or by spectrum, with kv_heads or the ratio as the average.",
-        more="spectrum minimizes the total predicted error; it requires method fisher and calibration text.",
-        section="Method",
-        advanced=True,
-    )
-    carrier: Literal["auto", "own", "decilm"] = setting(
-        "auto",
-        "Target class: auto is the source's class, or own (the custom model class) if layers differ; decilm supports "
-        "these too, for vLLM and llama.cpp.",
-        more="decilm supports Llama without biases only.",
-        section="Output",
-    )
-    engine: Engine | None = setting(
-        None, "Engine that must load the result, or all; if layers differ, decilm is used.", section="Output"
-    )
+    engine: Engine | None = setting(None, "Engine that must load the result, or all.", section="Output")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_heads is not None and self.kv_ratio is not None:
             raise SurgeryError("pass kv_heads or kv_ratio, not both", setting="kv_heads")
-        check_spectrum(self)
-        if self.method == "key-norm" and self.carrier != "auto":
-            raise SurgeryError("method key-norm keeps the class of the source: drop --carrier", setting="method")
-        if self.engine is not None and self.carrier == "own":
-            raise SurgeryError(
-                f"engine {self.engine} does not load the custom model class; drop --carrier", setting="engine"
-            )
 
     def ending(self, target: str) -> str:
         """Return the ending of the default output name: "mqa" for one head, whichever target is named."""

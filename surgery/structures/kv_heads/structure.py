@@ -1,14 +1,12 @@
 """``surgery convert --to gqa`` and ``--to mqa``: fewer KV heads, in a plain checkpoint of the source's family.
 
-If layers keep different numbers of heads, another class holds the same tensors.
-
 Two sweeps over calibration text gather statistics; then one pass merges the heads of every layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +14,11 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from surgery.architectures import decilm
 from surgery.architectures.own_family import (
     attention_tensors,
     choose_carrier,
-    config_with_query_heads,
-    has_head_dim,
     planned_attention,
 )
-from surgery.calibration.library import StatisticsLibrary
-from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
@@ -41,8 +34,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.stages import StageTracker
-from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
-from surgery.transforms.kv_heads import MergedLayer, allocate_kv_heads, merge_kv_heads, unmerged
+from surgery.transforms.kv_heads import merge_kv_heads
 
 MERGED = "merged"
 
@@ -57,17 +49,15 @@ class HeadsLayerReport:
 
     Attributes:
         groups: the source's KV heads that each KV head replaces.
-        key_error, value_error: predicted errors; None for method key-norm, which reassigns query heads.
+        key_error, value_error: predicted errors.
         measured: relative output error of the layer's attention on the source's inputs, at the merged stage.
-        queries: number of query heads of each KV head, for method key-norm.
     """
 
     layer: int
     groups: tuple[tuple[int, ...], ...]
-    key_error: float | None
-    value_error: float | None
+    key_error: float
+    value_error: float
     measured: dict[str, float]
-    queries: tuple[int, ...] | None = None
 
     @staticmethod
     def columns() -> tuple[str, ...]:
@@ -78,43 +68,32 @@ class HeadsLayerReport:
         return groups, short(self.key_error), short(self.value_error)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Heads of the result: KV heads by layer, query heads, and query heads of each KV head by layer if these differ."""
-
-    kv_heads: list[int]
-    heads: int
-    queries: list[list[int]] | None = None
-
-
 class KVHeads(Structure[Source, KVHeadsSettings]):
-    """Conversion to fewer KV heads; the result stays in the source's family if all layers have equally many."""
+    """Conversion to fewer KV heads; the result stays in the source's family."""
 
     keeps_class = True
 
     def __init__(self, opened: Source, settings: KVHeadsSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        config = opened.reader.config
-        if opened.reader.stored_names:
-            _check_multimodal(opened.reader.stored_as, settings)
+        if opened.reader.stored_names and settings.engine is not None:
+            raise SurgeryError(
+                f"--engine: not supported for a vision-language model ({opened.reader.stored_as}), which runs in "
+                "transformers only. Drop the option",
+                setting="engine",
+            )
         if opened.qk_norm:
             raise SurgeryError(
                 "KV heads with a q/k-norm cannot be merged, as factors do not pass the norm: convert --to mla instead"
             )
-        self._budget = requested_heads(settings, opened.first, opened.layers)
+        self._kv_heads = requested_heads(settings, opened.first)
         if opened.stateful:
             raise SurgeryError(
                 "some layers have a recurrent state and no KV heads, which merging does not support: convert --to "
                 "lowrank or --to mla"
             )
-        if settings.carrier == "decilm" or (settings.engine is not None and settings.allocate == "spectrum"):
-            decilm.check(config)
-        if settings.method == "key-norm" and self._budget > opened.layers and not has_head_dim(opened.config):
-            raise SurgeryError(
-                f"method key-norm adds query heads, and {config['model_type']} configs have no head_dim, which "
-                "would be needed to keep their size: choose another method",
-                setting="method",
-            )
+        self._carrier = choose_carrier(opened.reader.config, self._kv_heads)
+        if settings.engine is not None:
+            refuse_unless_loadable(settings.engine, self._carrier.config)
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
@@ -127,21 +106,15 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return {"": half_the_heads}
 
     def forecast(self) -> Forecast:
-        """Forecast the conversion with equal layers; with allocate spectrum one layer has an additional head."""
-        opened, settings, first = self.opened, self.settings, self.opened.first
-        kv_heads = [self._budget // opened.layers] * opened.layers
-        if settings.allocate == "spectrum":
-            kv_heads[0] += 1
-        carrier = choose_carrier(opened.reader.config, kv_heads, _wanted_carrier(settings, kv_heads))
-        plan = _Plan(kv_heads, first.heads)
+        opened, first, carrier = self.opened, self.opened.first, self._carrier
         width, source = first.head_dim + first.value_dim, kv_bytes_of(opened.reader.config, first.q.dtype)(1)
         return Forecast(
-            config=carrier.final_config or carrier.config,
-            tensors=_planned_tensors(opened, plan, first.head_dim),
-            kv_bytes_per_token=source // (opened.layers * first.kv_heads) * self._budget,
+            config=carrier.config,
+            tensors=self._planned_tensors(),
+            kv_bytes_per_token=source // first.kv_heads * self._kv_heads,
             model_type=carrier.model_type,
             reasons=[carrier.reason],
-            demand=Demand(cached=-(-self._budget * width // opened.layers), statistics=True, gradients=True),
+            demand=Demand(cached=self._kv_heads * width, statistics=True, gradients=True),
         )
 
     def gather(self, work: ConversionContext) -> None:
@@ -149,86 +122,57 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        """Allocate KV heads to the layers and choose the target class."""
-        opened, settings, first = self.opened, self.settings, self.opened.first
-        self._plan = _plan_heads(opened, self._budget, work.library, settings, work.progress)
-        config = opened.reader.config
-        if self._plan.heads != first.heads:
-            config = config_with_query_heads(config, self._plan.heads, first.head_dim)
-        kv_heads = self._plan.kv_heads
-        self._carrier = choose_carrier(config, kv_heads, _wanted_carrier(settings, kv_heads))
-        if settings.engine is not None:
-            refuse_unless_loadable(settings.engine, self._carrier.final_config or self._carrier.config)
-        return _planned_tensors(opened, self._plan, first.head_dim)
+        return self._planned_tensors()
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
-        merged = _merge(anatomy, work.library.load(layer)[0], self._plan.kv_heads[layer], self.settings).anatomy
+        statistics = work.library.load(layer)[0]
+        merged = merge_kv_heads(anatomy, statistics, self._kv_heads, self.settings.method).anatomy
         return CapturedAttention(merged.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        carrier, kv_heads = self._carrier, self._plan.kv_heads
+        carrier, kv_heads = self._carrier, self._kv_heads
         runs = work.stage_runs((MERGED,), steps=(MERGED,))
         reports = work.pass_layers(lambda index: self._merge(index, work, runs), runs, HeadsLayerReport)
         work.converted.write(self.opened.layers, writer)
         return Outcome(
             config=carrier.config,
             target={
-                "to": "mqa" if max(kv_heads) == 1 else "gqa",
+                "to": "mqa" if kv_heads == 1 else "gqa",
                 "method": self.settings.method,
                 "model_type": carrier.model_type,
                 "reasons": [carrier.reason],
-                "kv_heads": kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
+                "kv_heads": kv_heads,
             },
             layers=reports,
             scores=runs.scores(),
             simulated=runs.hidden[MERGED],
             custom_class=carrier.custom_class,
-            final_config=carrier.final_config,
-            final_code=carrier.final_code,
         )
 
     def _merge(self, index: int, work: ConversionContext, runs: StageTracker) -> HeadsLayerReport:
-        stream, plan, settings = self.opened.stream, self._plan, self.settings
-        source = self.opened.anatomy(index)
+        stream, source = self.opened.stream, self.opened.anatomy(index)
         anatomy, statistics = source.to(torch.float64), work.library.load(index)[0]
-        merged, queries = _merge(anatomy, statistics, plan.kv_heads[index], settings), None
-        if plan.queries is not None:
-            queries = tuple(plan.queries[index])
-            padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
-            merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
+        merged = merge_kv_heads(anatomy, statistics, self._kv_heads, self.settings.method)
         attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
         with stream.layer(index) as layer:
             errors = runs.advance(layer, anatomy, {MERGED: lambda: attention}, (MERGED,))
-        unchanged = plan.kv_heads[index] == source.kv_heads
-        result = source if unchanged else merged.anatomy.to("cpu", source.q.dtype)
-        work.converted.save(index, attention_tensors(result, index))
-        return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
+        work.converted.save(index, attention_tensors(merged.anatomy.to("cpu", source.q.dtype), index))
+        return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors)
+
+    def _planned_tensors(self) -> dict[str, TensorSpec]:
+        opened, reader, first = self.opened, self.opened.reader, self.opened.first
+        attention: dict[str, TensorSpec] = {}
+        for layer in range(opened.layers):
+            # Old checkpoints may store rotary frequencies, which follow from the config.
+            names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
+            attention |= planned_attention(reader, names, layer, first.heads, self._kv_heads, first.head_dim)
+        tensors = unchanged_tensors(reader, opened.config)
+        return {name: attention.get(name, spec) for name, spec in tensors.items()}
 
 
-def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
-    """Raise SurgeryError if the result would not keep the source's class, which includes the vision tower."""
-    options = {
-        "--allocate spectrum": settings.allocate == "spectrum",
-        f"--carrier {settings.carrier}": settings.carrier != "auto",
-        "--method key-norm": settings.method == "key-norm",
-        "--engine": settings.engine is not None,
-    }
-    for option, is_set in options.items():
-        if is_set:
-            raise SurgeryError(
-                f"{option}: not supported for a vision-language model ({model_type}), which keeps its class and the "
-                "same heads in every layer, and runs in transformers only. Drop the option"
-            )
-
-
-def _wanted_carrier(settings: KVHeadsSettings, kv_heads: list[int]) -> str:
-    """Return the target class: DeciLM if the settings name an engine and layers differ, else the setting."""
-    return "decilm" if settings.engine is not None and len(set(kv_heads)) > 1 else settings.carrier
-
-
-def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers: int) -> int:
-    """Compute the number of KV heads of all layers together, from ``kv_heads`` or the ratio; by default at most half.
+def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy) -> int:
+    """Compute the number of KV heads of every layer, from ``kv_heads`` or the ratio; by default at most half.
 
     Raises SurgeryError: the source has one KV head, or cannot be merged to this number.
     """
@@ -237,24 +181,17 @@ def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers
         raise SurgeryError("the source has one KV head already: convert --to mla instead")
     choices = _choices(heads)[:-1]
     ratio = DEFAULT_RATIO if settings.kv_ratio is None else settings.kv_ratio
-    if settings.allocate == "spectrum":
-        average = ratio * heads if settings.kv_heads is None else settings.kv_heads
-        if not 1 <= average < heads:
-            raise SurgeryError(
-                f"{average:g} KV heads per layer on average: choose at least one and fewer than the source's {heads}"
-            )
-        return int(average * layers + 1e-9)
     if settings.kv_heads is not None:
         if settings.kv_heads not in choices:
             raise SurgeryError(
                 f"--kv-heads {settings.kv_heads}: the source's {heads} can be merged to {', '.join(map(str, choices))}"
             )
-        return settings.kv_heads * layers
+        return settings.kv_heads
     if settings.kv_ratio is None:
-        return max(count for count in choices if count <= ratio * heads) * layers
+        return max(count for count in choices if count <= ratio * heads)
     nearest = min(choices, key=lambda count: abs(count - ratio * heads))
     if abs(nearest - ratio * heads) <= RATIO_TOLERANCE * nearest:
-        return nearest * layers
+        return nearest
     if ratio * heads < 1:
         raise SurgeryError(
             f"--kv-ratio {ratio:g}: less than one of the source's {heads} KV heads; convert --to mla instead"
@@ -266,59 +203,6 @@ def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy, layers
 def _choices(heads: int) -> list[int]:
     """List the divisors of the number of KV heads, ascending; the last is the number itself."""
     return [count for count in range(1, heads + 1) if heads % count == 0]
-
-
-def _plan_heads(
-    opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
-) -> _Plan:
-    """Allocate KV heads to the layers, and for method key-norm query heads to KV heads."""
-    first = opened.first
-    if settings.allocate == "spectrum":
-        return _Plan(_allocate(opened, budget, library, settings, progress), first.heads)
-    uniform = [budget // opened.layers] * opened.layers
-    if settings.method != "key-norm":
-        return _Plan(uniform, first.heads)
-    queries = [
-        deal_queries(pooled_key_norms(opened.anatomy(layer), library.load(layer)[0], kv_heads), first.heads)
-        for layer, kv_heads in enumerate(uniform)
-    ]
-    size = first.heads // uniform[0]
-    if any(set(counts) != {size} for counts in queries):
-        size = padded_group(max(map(max, queries)), uniform[0], first.hidden)
-    return _Plan(uniform, uniform[0] * size, queries)
-
-
-def _allocate(
-    opened: Source, budget: int, library: StatisticsLibrary, settings: KVHeadsSettings, progress: Progress
-) -> list[int]:
-    errors = []
-    with progress.phase("allocate", opened.layers) as advance:
-        for index in range(opened.layers):
-            anatomy, statistics = opened.anatomy(index).to(torch.float64), library.load(index)[0]
-            merged = {count: _merge(anatomy, statistics, count, settings) for count in _choices(anatomy.kv_heads)}
-            errors.append({count: layer.key_error + layer.value_error for count, layer in merged.items()})
-            advance()
-    return allocate_kv_heads(errors, budget)
-
-
-def _merge(
-    anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int, settings: KVHeadsSettings
-) -> MergedLayer:
-    if kv_heads == anatomy.kv_heads:
-        return unmerged(anatomy)
-    method = "mean-pool" if settings.method == "key-norm" else settings.method
-    return merge_kv_heads(anatomy, statistics, kv_heads, method)
-
-
-def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, TensorSpec]:
-    reader = opened.reader
-    attention: dict[str, TensorSpec] = {}
-    for layer in range(opened.layers):
-        # Old checkpoints may store rotary frequencies, which follow from the config.
-        names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
-        attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads[layer], head_dim)
-    tensors = unchanged_tensors(reader, opened.config)
-    return {name: attention.get(name, spec) for name, spec in tensors.items()}
 
 
 def half_the_heads(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:

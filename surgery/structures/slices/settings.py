@@ -8,7 +8,6 @@ from typing import Literal
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
-from surgery.structures.settings import keep_quantised
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,6 @@ class SliceSettings(ConversionSettings):
         more="auto: uniform, spectrum or their mean, whichever has the lowest held-out loss, if energies are "
         "comparable and the class supports different ranks.",
     )
-    keep_quantised: bool = keep_quantised()
 
     def __post_init__(self) -> None:
         super().__post_init__()
