@@ -18,7 +18,6 @@ PLAIN = {
     "heal --dry-run": ("final_learning_rate", "teacher_logits", "teacher_top_k"),
     "plan": ("mixtures", "refine"),
     "inspect": ("gpu",),
-    "bench kernels": ("tune", "tuned", "quick"),
 }
 """Options by the command that had them."""
 LINES = {name: [*verb.split(), f"--{name.replace('_', '-')}=1"] for verb, names in PLAIN.items() for name in names}
@@ -37,6 +36,7 @@ LINES |= {f"objective {name}": ["heal", "builtin", "--config", "{file}"] for nam
 LINES |= {f"ruler_tasks {name}": ["eval", "builtin", "--config", "{file}"] for name in ("qa_1", "qa_2")}
 LINES |= {
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
+    "bench kernels": ["bench", "kernels"],
     "method procrustes": ["convert", "builtin", "--to", "gqa", "--method", "procrustes"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],

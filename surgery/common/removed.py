@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
-TUNED = "the best configuration was as fast as the default on an H100: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 KL = "use kl, the divergence that every report trained with"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
@@ -36,9 +35,7 @@ REMOVED = {
     "ruler_floor": "choose tasks that the source can solve: --ruler-tasks niah_single_1,vt",
     "ruler_tasks qa_1": "use niah_multikey_1 for retrieval among distractors",
     "ruler_tasks qa_2": "use vt for multi-hop facts",
-    "quick": "choose what to measure: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
-    "tune": TUNED,
-    "tuned": TUNED,
+    "bench kernels": "use surgery bench decode, or python tools/gpu.py run --steps kernels from a checkout of the code",
     "bench convert": "surgery convert prints its time and peak memory; tools/scale.py creates random weights",
     "peak_tflops": "a dry run measures the speed of this machine; run it on the machine of the training",
     "utilization": "a dry run measures the speed of this machine; run it on the machine of the training",
