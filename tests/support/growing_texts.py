@@ -54,12 +54,8 @@ def packed(tokens):
 
 
 def lowrank(tokens):
-    exact = {"exact_key": zeros(1, 2, tokens % 32 + 1, 32), "exact_value": zeros(1, 2, tokens % 32 + 1, 32)}
-    exact["exact_slots"] = torch.zeros(1, tokens % 32 + 1, dtype=torch.int32)
     rotation = rotation_tables(10.0 ** -torch.arange(16.0), tokens)
-    return lowrank_decode(
-        zeros(1, 1, 4, 32), zeros(1, tokens, 64), zeros(2, 32, 64), 0.1, rotation=rotation, window=2, **exact
-    )
+    return lowrank_decode(zeros(1, 1, 4, 32), zeros(1, tokens, 64), zeros(2, 32, 64), 0.1, rotation=rotation)
 
 
 STEPS = {
