@@ -64,7 +64,7 @@ def pages(tokens):
 STEPS = {
     "mla": lambda n: mla_decode(normal(2, 1, 4, 12), normal(2, n, 8), normal(2, n, 4), 0.3, lengths=ints(1, n)),
     "mla with gains": lambda n: mla_decode(
-        normal(2, 2, 4, 12), normal(2, n, 8), normal(2, n, 4), 0.3, key_gain=normal(2, n, 2), window=9
+        normal(2, 2, 4, 12), normal(2, n, 8), normal(2, n, 4), 0.3, key_gain=normal(2, n, 2)
     ),
     "mla in a buffer": lambda n: mla_decode(
         normal(2, 1, 4, 12), view(normal(2, n, 8), 1), view(normal(2, n, 4), 1), 0.3
