@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from own_models import FULL_ATTENTION, LATENT, lossless_config, lossless_model, tiny_source, tokens
+from own_models import FULL_ATTENTION, lossless_config, lossless_model, tiny_source, tokens
 from shared_caches import FORMS, LAYERS, PAIRS, PROMPT, STATIC, WIDTH, shared
 from transformers import DynamicCache, StaticCache
 
@@ -116,18 +116,6 @@ def test_a_basis_of_the_prompt_reads_the_prompt_exactly_and_compresses_it_afterw
         assert cache_bytes(cache) == model.kv_cache_bytes(2, 23, prompt=15)
 
 
-def test_padding_does_not_weigh_in_a_basis_of_the_prompt():
-    model = shared(tiny_source("llama"), PROMPT)
-    padded = torch.cat([torch.full((2, 5), 7), text()], dim=1)
-    mask = (torch.arange(28) >= 5).long().expand(2, -1)
-    plain, shifted = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model(text(), past_key_values=plain)
-    model(padded, attention_mask=mask, past_key_values=shifted)
-    more = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-    logits = model(text()[:, :1], attention_mask=more, past_key_values=shifted).logits
-    agree(logits, model(text()[:, :1], past_key_values=plain).logits, 1e-3)
-
-
 def test_layers_outside_groups_keep_their_own_cache():
     source = tiny_source("llama")
     config = copy.deepcopy(source.config)
@@ -213,15 +201,8 @@ def shared_latents(family: str, rank: int, **recent) -> tuple[SurgeryForCausalLM
     return latent, model.eval()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen3_moe"])
-def test_a_basis_of_full_rank_is_the_latent_model(family):
-    latent, model = shared_latents(family, 2 * LATENT)
-    agree(model(text()).logits, latent(text()).logits)
-
-
-@pytest.mark.parametrize("recent", [{}, {"sinks": 2, "window": 5, "block": 3}])
-def test_every_way_to_feed_a_text_to_shared_latents_gives_the_same(recent):
-    latent, model = shared_latents("qwen3", 7, **recent)
+def test_every_way_to_feed_a_text_to_shared_latents_gives_the_same():
+    latent, model = shared_latents("qwen3", 7, sinks=2, window=5, block=3)
     expected = model(text()).logits
     assert float((expected - latent(text()).logits).abs().max()) > 1e-2
     for pieces in ((5, *[1] * 18), (3, 9, 11)):
