@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from own_models import FULL_ATTENTION, lossless_config, lossless_model, tiny_source, tokens
+from own_models import FULL_ATTENTION, tiny_source, tokens
 from shared_caches import FORMS, LAYERS, PAIRS, PROMPT, STATIC, WIDTH, shared
 from transformers import DynamicCache, StaticCache
 
@@ -176,37 +176,3 @@ def test_groups_that_make_no_sense_are_refused(entries, message):
 def test_sliding_windows_are_refused():
     with pytest.raises(ValueError, match="full attention"):
         shared(tiny_source("mistral"), STATIC)
-
-
-# A basis shared over the latents of MLA layers.
-
-
-def shared_latents(family: str, rank: int, **recent) -> tuple[SurgeryForCausalLM, SurgeryForCausalLM]:
-    """An MLA model, and the same with a basis of orthonormal directions that its two layers share."""
-    source = tiny_source(family)
-    latent = lossless_model(source)
-    recent = {"block": 4, "sinks": 0, "window": 0, **recent}
-    entries = [
-        {**entry, "kind": "cross_layer_latent", "group_size": 2, "place": index, "rank": rank, **recent}
-        for index, entry in enumerate(lossless_config(source).attention_layers)
-    ]
-    model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries, experts_implementation="eager"))
-    model.load_state_dict(latent.state_dict(), strict=False)
-    width = entries[0]["kv_lora_rank"]
-    basis = torch.linalg.qr(torch.randn(2 * width, 2 * width, generator=torch.Generator().manual_seed(2)))[0][:rank]
-    for index, layer in enumerate(model.model.layers):
-        part = basis[:, index * width : (index + 1) * width]
-        layer.self_attn.basis_down.copy_(part)
-        layer.self_attn.basis_up.copy_(part.T)
-    return latent, model.eval()
-
-
-def test_every_way_to_feed_a_text_to_shared_latents_gives_the_same():
-    latent, model = shared_latents("qwen3", 7, sinks=2, window=5, block=3)
-    expected = model(text()).logits
-    assert float((expected - latent(text()).logits).abs().max()) > 1e-2
-    for pieces in ((5, *[1] * 18), (3, 9, 11)):
-        cache = DynamicCache(config=model.config)
-        results = [model(piece, past_key_values=cache).logits for piece in text().split(pieces, dim=1)]
-        agree(torch.cat(results, dim=1), expected)
-        assert cache_bytes(cache) == model.kv_cache_bytes(2, 23)

@@ -116,29 +116,6 @@ def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkey
         agree_after_padding(model(ids, attention_mask=mask, use_cache=False).logits, expected, padding, tolerance)
 
 
-def streaming_latents(source):
-    """The second layer streams."""
-    entries = [None, hybrid_entry(0, [0, 1], sinks=2, recent=5)]
-    return own.lossless_streaming_latent(source, 2, 5), entries
-
-
-def streaming_blocks(source):
-    entries = [hybrid_entry(1, [0, 1], sinks=2, recent=5), hybrid_entry(0, [0, 1], sinks=2, recent=5)]
-    return own.lossless_low_rank(source, own.streaming_blocks_entries(2, 5)), entries
-
-
-@pytest.mark.parametrize("make", [streaming_latents, streaming_blocks])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_latents_stream_likewise(family, make):
-    source = tiny_source(family)
-    model, entries = make(source)
-    ids, padding = tokens(3, 30), [0, 4, 12]
-    monolith = [entry or hybrid_entry(2, [0, 1]) for entry in entries]
-    expected = reference_logits(source, monolith, padding, ids)
-    for chunks in ([30], [10, 10, 1, 1, 8], [1] * 30):
-        agree_after_padding(own.through_cache(model, ids, padding, chunks), expected, padding, 1e-4)
-
-
 @pytest.mark.parametrize("form", ["int4", "fp8"])
 def test_quantized_streaming_heads_do_not_depend_on_chunks(form):
     source = tiny_source("llama", **MANY_HEADS).double()
