@@ -24,10 +24,3 @@ def check_pages(name: str, rows: int, pages: Tensor | None) -> None:
     """Check that the page table is None or int32 [rows, n]."""
     if pages is not None and (pages.dim() != 2 or pages.shape[0] != rows or pages.dtype != torch.int32):
         raise ValueError(f"{name}: pages must be int32 [{rows}, n], not {pages.dtype} {list(pages.shape)}")
-
-
-def check_positive(name: str, **numbers: int | None) -> None:
-    """Check that each number is None or at least 1."""
-    for what, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: {what} must be at least 1, not {number}")

@@ -183,45 +183,39 @@ inline void multiply(int64_t count, int64_t depth, const float* tile, int64_t st
       multiply_block(depth, tile + n * stride, stride, matrix + v, width, out + n * out_stride + v, out_stride);
 }
 
-// Visible positions of each lane of each batch row: first ... last; none for lanes that only pad a vector.
+// Visible positions of each lane of each batch row: from the row's start to `last`; none for lanes that only pad a vector.
 struct Visible {
   struct Range {
     int64_t start, stop;
   };
 
   int64_t lanes;
-  std::vector<int32_t> first, last;
+  std::vector<int32_t> last;
   std::vector<Range> seen;  // positions of a batch row that any lane sees
   int64_t longest = 1;
 
   // `token_of` is the query of each lane, -1 for padding.
   Visible(int64_t batch, int64_t tokens, int64_t capacity, const std::vector<int64_t>& token_of,
-          const std::optional<at::Tensor>& lengths, const std::optional<at::Tensor>& starts,
-          std::optional<int64_t> window)
-      : lanes(token_of.size()), first(batch * lanes), last(batch * lanes, -1) {
+          const std::optional<at::Tensor>& lengths, const std::optional<at::Tensor>& starts)
+      : lanes(token_of.size()), last(batch * lanes, -1) {
     for (int64_t row = 0; row < batch; row++) {
       const int64_t length = lengths ? std::min<int64_t>(counts(lengths)[row], capacity) : capacity;
       const int64_t start = starts ? counts(starts)[row] : 0;
       for (int64_t lane = 0; lane < lanes; lane++) {
-        if (token_of[lane] < 0) continue;
-        const int64_t position = length - tokens + token_of[lane];
-        first[row * lanes + lane] = std::max(start, window ? position - *window + 1 : 0);
-        last[row * lanes + lane] = position;
+        if (token_of[lane] >= 0) last[row * lanes + lane] = length - tokens + token_of[lane];
       }
-      const int64_t earliest = window ? std::max(start, length - tokens - *window + 1) : start;
-      seen.push_back({std::max<int64_t>(earliest, 0), length});
+      seen.push_back({std::max<int64_t>(start, 0), length});
       longest = std::max(longest, length - seen[row].start);
     }
   }
 
-  // Hides the scores [lanes] of a token from the lanes that do not see it.
+  // Hides the scores [lanes] of a token after the row's start from the lanes that do not see it.
   void hide(int64_t row, int64_t position, float* scores) const {
     const Ints here = Ints{} + static_cast<int32_t>(position);
     for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-      Ints low, high;
-      std::memcpy(&low, &first[row * lanes + lane], sizeof(low));
+      Ints high;
       std::memcpy(&high, &last[row * lanes + lane], sizeof(high));
-      store(scores + lane, (here >= low) & (here <= high) ? load(scores + lane) : Floats{} + LOWEST);
+      store(scores + lane, here <= high ? load(scores + lane) : Floats{} + LOWEST);
     }
   }
 };

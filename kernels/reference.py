@@ -45,18 +45,18 @@ def attention(
     return out.flatten(2, 3).to(query.dtype), lse.squeeze(-1).flatten(2, 3)
 
 
-def visible(filled: Tensor, ends: Tensor, starts: Tensor | None, tokens: int, window: int | None) -> Tensor:
+def visible(filled: Tensor, ends: Tensor, starts: Tensor | None, tokens: int) -> Tensor:
     """Return the boolean mask [B, T, S] of the tokens that the last T tokens of each row see.
 
     Of ``filled`` slots [B, S]: query t is at position `ends - T + t`, the first token that is no padding at ``starts``
-    (None for 0). A window holds the latest tokens, the query's own included.
+    (None for 0).
     """
     token = torch.arange(filled.shape[1], device=filled.device)
     position = (ends[:, None] - tokens + torch.arange(tokens, device=filled.device))[:, :, None]
     mask = filled[:, None] & (token <= position)
     if starts is not None:
         mask = mask & (token >= starts[:, None, None])
-    return mask if window is None else mask & (token > position - window)
+    return mask
 
 
 def paged_tokens(pool: Tensor, pages: Tensor) -> Tensor:

@@ -33,16 +33,14 @@ def processors(device: torch.device) -> int:
     return 16
 
 
-def splits_of(config: Config, programs: int, query: Tensor, capacity: int, window: int | None = None) -> int:
+def splits_of(config: Config, programs: int, query: Tensor, capacity: int) -> int:
     """Return the splits per row of a query [B, T, H, ·], as configured or from shapes alone.
 
-    ``programs`` are those without splits, ``capacity`` the tokens that a row has room for, ``window`` the latest ones
-    seen.
+    ``programs`` are those without splits, ``capacity`` the tokens that a row has room for.
     """
     if config.splits is not None:
         return config.splits
-    reached = capacity if window is None else min(capacity, window + query.shape[1] - 1)
-    return split_count(programs, reached, processors(query.device))
+    return split_count(programs, capacity, processors(query.device))
 
 
 def scratch(query: Tensor, width: int, splits: int) -> tuple[Tensor | None, Tensor | None]:

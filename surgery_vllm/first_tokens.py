@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from surgery_vllm.managers import register
+from surgery_vllm.managers import lookup, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +59,16 @@ class FirstTokensManager(SingleTypeKVCacheManager):
         kv_cache_spec: KVCacheSpec,
         drop_eagle_block: bool,
         alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
+        **parallel_sizes: int,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Return a hit of the whole prefix if its first block is cached, else no hit."""
-        assert not drop_eagle_block and dcp_world_size == pcp_world_size == 1
-        size = kv_cache_spec.block_size
-        hashes = resolve_block_hashes(
-            block_hashes,
-            block_pool.hash_block_size,
-            size,
-            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
-            alignment_tokens=alignment_tokens,
-        )
+        assert not drop_eagle_block
+        cached = lookup(cls, block_hashes, kv_cache_group_ids, block_pool, kv_cache_spec, alignment_tokens)
         length = max_length - max_length % alignment_tokens
-        first = length and block_pool.get_cached_block(hashes[0], kv_cache_group_ids)
+        first = length and cached(0)
         if not first:
             return tuple([] for _ in kv_cache_group_ids), 0
-        later = [block_pool.null_block] * (length // size - 1)
+        later = [block_pool.null_block] * (length // kv_cache_spec.block_size - 1)
         return tuple([block, *later] for block in first), length
 
 

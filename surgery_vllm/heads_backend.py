@@ -29,13 +29,8 @@ class PagedHeadsBackend(AttentionBackend):
         return PagedBuilder
 
 
-class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
-    """Attention of a group of heads of one layer.
-
-    Args:
-        head_slice: slice of these KV heads among those of all layers in a page.
-        sinks, recent: see :func:`paged_head_attention`.
-    """
+class PagedImpl(AttentionImpl[PagedMetadata]):
+    """Attention over a cache in the model's dtype."""
 
     def __init__(
         self,
@@ -47,17 +42,24 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
         sliding_window: None,
         kv_cache_dtype: str,
         *unused: Any,
-        head_slice: slice,
-        sinks: int,
-        recent: int | None,
     ):
         if is_quantized_kv_cache(kv_cache_dtype):
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: not supported with hybrid heads; leave it out")
-        self.num_heads = num_heads
-        self.head_size = head_size
+            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: not supported by this plugin; leave it out")
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale = scale
-        self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+
+
+class PagedHeadsImpl(PagedImpl):
+    """Attention of a group of heads of one layer.
+
+    Args:
+        head_slice: slice of these KV heads among those of all layers in a page.
+        sinks, recent: see :func:`paged_head_attention`.
+    """
+
+    def __init__(self, *arguments: Any, head_slice: slice, sinks: int, recent: int | None):
+        super().__init__(*arguments)
         self.head_slice = head_slice
         self.sinks, self.recent = sinks, recent
 
@@ -80,11 +82,6 @@ class PagedHeadsImpl(AttentionImpl[PagedMetadata]):
         write_slots(cache.transpose(1, 2), torch.cat((key, value), dim=-1), attn_metadata.slot_mapping)
         for span in attn_metadata.spans:
             output[span.tokens] = paged_head_attention(
-                query[span.tokens],
-                cache,
-                span,
-                self.scale,
-                self.sinks,
-                self.recent,
+                query[span.tokens], cache, span, self.scale, self.sinks, self.recent
             )
         return output

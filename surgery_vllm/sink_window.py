@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
-from surgery_vllm.managers import register
+from surgery_vllm.managers import lookup, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +55,14 @@ class SinkWindowManager(SlidingWindowManager):
         kv_cache_spec: KVCacheSpec,
         drop_eagle_block: bool,
         alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
+        **parallel_sizes: int,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Return the longest prefix whose sinks and window are cached, with null blocks in between."""
         assert isinstance(kv_cache_spec, SinkWindowSpec)
-        assert not drop_eagle_block and dcp_world_size == pcp_world_size == 1
+        assert not drop_eagle_block
+        cached = lookup(cls, block_hashes, kv_cache_group_ids, block_pool, kv_cache_spec, alignment_tokens)
         size = kv_cache_spec.block_size
-        hashes = resolve_block_hashes(
-            block_hashes,
-            block_pool.hash_block_size,
-            size,
-            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
-            alignment_tokens=alignment_tokens,
-        )
-        cached_blocks = [block_pool.get_cached_block(hashes[i], kv_cache_group_ids) for i in range(max_length // size)]
+        cached_blocks = [cached(number) for number in range(max_length // size)]
         sinks = cdiv(kv_cache_spec.sinks, size)
         for end in range(len(cached_blocks), 0, -1):
             window = max(end * size - kv_cache_spec.sliding_window + 1, 0) // size

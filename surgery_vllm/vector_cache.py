@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.utils.torch_utils import _encode_layer_name, is_quantized_kv_cache
-from vllm.v1.attention.backend import AttentionImpl
+from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from surgery_vllm.backend import PagedMetadata
-from surgery_vllm.heads_backend import PagedHeadsBackend
+from surgery_vllm.heads_backend import PagedHeadsBackend, PagedImpl
 from surgery_vllm.paged import gathered, write_slots
 from surgery_vllm.spans import Span
 
@@ -32,25 +31,8 @@ class VectorBackend(PagedHeadsBackend):
         return VectorImpl
 
 
-class VectorImpl(AttentionImpl[PagedMetadata]):
+class VectorImpl(PagedImpl):
     """Attention of one layer, which its `VectorCache` implements."""
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: None,
-        sliding_window: None,
-        kv_cache_dtype: str,
-        *unused: Any,
-    ):
-        if is_quantized_kv_cache(kv_cache_dtype):
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype}: not supported for latents; leave it out")
-        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale = scale
-        self.kv_cache_dtype = kv_cache_dtype
 
     def forward(
         self,

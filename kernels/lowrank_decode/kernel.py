@@ -1,4 +1,4 @@
-r"""Decode attention over keys rebuilt from latents, with latents as values, next to full-precision tokens.
+r"""Decode attention over keys rebuilt from latents, with latents as values.
 
 A program computes one KV head of one row, its query heads (times new tokens), over one split of the row's tokens. For
 each block of tokens it rebuilds the head's keys, K = C Uᵀ, in registers, as two halves because RoPE rotates the halves
@@ -26,17 +26,13 @@ from surgery.kernels.split_kv import split_tokens
 
 
 # These grow with the sequence; specialization would recompile the kernel.
-@triton.jit(do_not_specialize=["capacity", "splits", "begin_rows", "exact_tokens", "slots_row"])
+@triton.jit(do_not_specialize=["capacity", "splits", "begin_rows"])
 def lowrank_decode_kernel(
-    query, latent, key_up, within, begins, key_bias, norm_weight, ranges, lengths, starts, first,
-    rebuilt, exact_key, exact_value, exact_slots, out, log, scale, norm_eps, tokens, capacity, splits, begin_rows,
-    window, sinks, exact_tokens, query_row, query_token, query_head, latent_row, latent_token,
-    up_head, up_dim, key_row, key_head, key_token, value_row, value_head, value_token, slots_row,
+    query, latent, key_up, within, begins, key_bias, norm_weight, ranges, lengths, starts, out, log, scale, norm_eps,
+    tokens, capacity, splits, begin_rows, query_row, query_token, query_head, latent_row, latent_token, up_head, up_dim,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
-    EXACT_DIM: tl.constexpr, RAW_EXACT: tl.constexpr,
     RESIDENT: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, EVEN: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr,
-    EXACT_BLOCK: tl.constexpr, EXACT_WIDTH: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS queries of one KV head of row `program_id(2)` over split `program_id(1)` of its tokens."""
     head = tl.program_id(0) // ROW_BLOCKS
@@ -51,13 +47,6 @@ def lowrank_decode_kernel(
     start = 0
     if starts is not None:
         start = tl.load(starts + row)
-    offset = 0
-    if first is not None:
-        offset = tl.load(first + row)
-    if rebuilt is not None:
-        low, stop = tl.load(rebuilt + row * 2), tl.load(rebuilt + row * 2 + 1)
-    else:
-        low, stop = start + sinks, length
     key_first, key_rank, value_first, value_rank = 0, KEY_RANK, 0, VALUE_RANK
     if ranges is not None:
         # A known common divisor lets the compiler vectorize the loads.
@@ -88,9 +77,7 @@ def lowrank_decode_kernel(
     for _ in tl.static_range(VALUE_CHUNKS):
         acc += (tl.zeros([CHUNK, ROWS], tl.float32),)
 
-    limit = tl.minimum(tl.minimum(stop, length - window), tl.minimum(length, offset + capacity))
-    ahead = tl.maximum(tl.maximum(low, start), offset)
-    begin, end = split_tokens(ahead, tl.maximum(limit, ahead), split, splits, BLOCK)
+    begin, end = split_tokens(start, tl.maximum(tl.minimum(length, capacity), start), split, splits, BLOCK)
     KEY_CHUNKS: tl.constexpr = (KEY_RANK + CHUNK - 1) // CHUNK
     ups = ()
     if RESIDENT:
@@ -99,14 +86,13 @@ def lowrank_decode_kernel(
     for block in range(begin, end, BLOCK):
         positions = block + tl.arange(0, BLOCK)
         filled = positions < end
-        index = positions - offset
 
         near = tl.zeros([BLOCK, HALF], tl.float32)
         far = tl.zeros([BLOCK, HALF], tl.float32)
         if RESIDENT:
             for piece in tl.static_range(KEY_CHUNKS):
                 tile = load_latents(
-                    latent, row, block - offset, key_first, key_rank, piece, filled, latent_row, latent_token,
+                    latent, row, block, key_first, key_rank, piece, filled, latent_row, latent_token,
                     BLOCK, CHUNK, EVEN,
                 )  # fmt: skip
                 near = tl.dot(tile, ups[2 * piece], near, input_precision="ieee")
@@ -114,7 +100,7 @@ def lowrank_decode_kernel(
         else:
             for piece in range(KEY_CHUNKS):
                 tile = load_latents(
-                    latent, row, block - offset, key_first, key_rank, piece, filled, latent_row, latent_token,
+                    latent, row, block, key_first, key_rank, piece, filled, latent_row, latent_token,
                     BLOCK, CHUNK, EVEN,
                 )  # fmt: skip
                 up_near, up_far = load_up(
@@ -133,7 +119,7 @@ def lowrank_decode_kernel(
             turned_far = query_far * cos[None, :] - query_near * sin[None, :]
         logits = tl.dot(near.to(dtype), tl.trans(turned_near.to(dtype)), input_precision="ieee")
         logits = tl.dot(far.to(dtype), tl.trans(turned_far.to(dtype)), logits, input_precision="ieee")
-        visible = filled[:, None] & (positions[:, None] <= own[None, :] - window)
+        visible = filled[:, None] & (positions[:, None] <= own[None, :])
         logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
         weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 0)
 
@@ -141,64 +127,21 @@ def lowrank_decode_kernel(
         new_acc = ()
         for piece in tl.static_range(VALUE_CHUNKS):
             tile = load_latents(
-                latent, row, block - offset, value_first, value_rank, piece, filled, latent_row, latent_token,
+                latent, row, block, value_first, value_rank, piece, filled, latent_row, latent_token,
                 BLOCK, CHUNK, EVEN,
             )  # fmt: skip
             new_acc += (tl.dot(tl.trans(tile), weights, acc[piece] * alpha[None, :], input_precision="ieee"),)
         acc = new_acc
 
-    # The last split also reads the full-precision tokens.
-    if exact_key is not None:
-        exact = tl.zeros([EXACT_WIDTH, ROWS], tl.float32)
-        rescale = tl.full([ROWS], 1.0, tl.float32)
-        wide = tl.arange(0, EXACT_WIDTH)
-        exact_count = tl.where(split == tl.num_programs(1) - 1, exact_tokens, 0)
-        for block in range(0, exact_count, EXACT_BLOCK):
-            index = block + tl.arange(0, EXACT_BLOCK)
-            filled = index < exact_tokens
-            positions = tl.load(exact_slots + row * slots_row + index, mask=filled, other=-1)
-            as_rebuilt = (positions >= low) & (positions < stop)
-            visible = (positions >= tl.maximum(start, 0))[:, None] & (positions[:, None] <= own[None, :])
-            visible = visible & ~(as_rebuilt[:, None] & (positions[:, None] <= own[None, :] - window))
-            visible = visible & real[None, :]
-            # Invisible slots may hold NaN, which a weight of zero would not remove.
-            slot_visible = tl.max(visible.to(tl.int32), axis=1) > 0
-            positions = tl.where(slot_visible, positions, 0)
-            key_at = exact_key + row * key_row + head.to(tl.int64) * key_head + index.to(tl.int64) * key_token
-            key_at = key_at[:, None] + column[None, :]
-            near = tl.load(key_at, mask=slot_visible[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            far = tl.load(key_at + width, mask=slot_visible[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            if RAW_EXACT:
-                near, far = finished(near, far, key_bias, norm_weight, norm_eps, head, column, inside, DIM)
-            if within is not None:
-                near, far = turned(near, far, within, STEP, positions % STEP, column, inside, width)
-                near, far = turned(near, far, begins, begin_rows, positions // STEP, column, inside, width)
-            logits = tl.dot(near.to(dtype), tl.trans(query_near), input_precision="ieee")
-            logits = tl.dot(far.to(dtype), tl.trans(query_far), logits, input_precision="ieee")
-            logits = tl.where(visible, logits * (scale * LOG2E), -float("inf"))
-            weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 0)
-            value_at = exact_value + row * value_row + head.to(tl.int64) * value_head + index.to(tl.int64) * value_token
-            values = tl.load(
-                value_at[:, None] + wide[None, :], mask=slot_visible[:, None] & (wide < EXACT_DIM)[None, :], other=0.0
-            )
-            exact = tl.dot(tl.trans(values), weights.to(dtype), exact * alpha[None, :], input_precision="ieee")
-            rescale = rescale * alpha
-    else:
-        rescale = tl.full([ROWS], 1.0, tl.float32)
-
     norm = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     entry = (row * tokens + token) * (KV_HEADS * SIZE) + head * SIZE + head_in_group
     # This order of terms keeps register use as low as with a constant number of splits.
-    at = out + split * (VALUE_RANK + EXACT_DIM) + entry * (splits * (VALUE_RANK + EXACT_DIM))
+    at = out + split * VALUE_RANK + entry * (splits * VALUE_RANK)
     for piece in tl.static_range(VALUE_CHUNKS):
         number = piece * CHUNK + tl.arange(0, CHUNK)
-        result = acc[piece] * (rescale * norm)[None, :]
+        result = acc[piece] * norm[None, :]
         mask = (number < VALUE_RANK)[:, None] & real[None, :]
         tl.store(at[None, :] + number[:, None], result.to(out.dtype.element_ty), mask=mask)
-    if exact_key is not None:
-        result = exact * norm[None, :]
-        mask = (wide < EXACT_DIM)[:, None] & real[None, :]
-        tl.store(at[None, :] + VALUE_RANK + wide[:, None], result.to(out.dtype.element_ty), mask=mask)
     tl.store(log + entry * splits + split, log_of(m_i, l_i), mask=real)
 
 
@@ -214,7 +157,7 @@ def load_latents(
         mask = mask & (chunk < rank - piece * CHUNK)[None, :]
     # The chunk offset comes last, so that it is an immediate of the load and takes no registers.
     # Token offsets within the block are 32 bits wide.
-    base = latent + row * latent_row + first + start.to(tl.int64) * latent_token
+    base = latent + row * latent_row + first + tl.cast(start, tl.int64) * latent_token
     at = base + (tl.arange(0, BLOCK)[:, None] * latent_token + chunk[None, :]) + piece * CHUNK
     return tl.load(at, mask=mask, other=0.0)
 

@@ -18,9 +18,6 @@ from surgery.kernels.split_kv import scratch, splits_of, with_merge
 RESIDENT_BYTES = 64 * 1024
 """Maximum size of a head's up-projection that stays in shared memory; larger ones are reloaded for every block."""
 
-WIDE_CHUNK = 128 if tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6) else 64
-"""Latent elements per product in calls with full-precision tokens: Triton 3.6 spills at 64, 3.9 at 128."""
-
 
 def chunk_of(*ranks: int, max_chunk: int = 128) -> int:
     """Return the latent elements per product: the widest chunk that divides all ranks, or 64 or less with a mask."""
@@ -30,19 +27,15 @@ def chunk_of(*ranks: int, max_chunk: int = 128) -> int:
     return max(16, min(64, triton.next_power_of_2(max(ranks))))
 
 
-def default_config(
-    *, dim: int, key_rank: int, value_rank: int, dtype: torch.dtype, capability: int = 90, plain: bool = True
-) -> Config:
+def default_config(*, dim: int, key_rank: int, value_rank: int, dtype: torch.dtype, capability: int = 90) -> Config:
     """Return the default tiling for a KV head; it compiles without spills for a compute capability (80, 90).
 
     64 tokens are the rows of a WGMMA. Older GPUs have no WGMMA, and too few registers for 64 tokens if U is reloaded
-    through shared memory: 32 tokens there. `plain` means no full-precision tokens.
+    through shared memory: 32 tokens there.
     """
-    resident = plain and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
+    resident = key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     if capability >= 90:
-        wide = not plain and key_rank >= 256 and dtype != torch.float32
-        max_chunk = WIDE_CHUNK if wide else 64
-        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, max_chunk=max_chunk), warps=8)
+        return Config(block_tokens=64, chunk=chunk_of(key_rank, value_rank, max_chunk=64), warps=8)
     max_chunk = 64 if resident and dtype == torch.float32 else 128
     return Config(
         block_tokens=64 if resident else 32, chunk=chunk_of(key_rank, value_rank, max_chunk=max_chunk), warps=8
@@ -51,24 +44,21 @@ def default_config(
 
 @launches_of(lowrank_attention)
 def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
-    """Return the launches that fill `out` [B, T, H, r_v + v] and `lse` [B, T, H] fp32, both contiguous.
+    """Return the launches that fill `out` [B, T, H, r_v] and `lse` [B, T, H] fp32, both contiguous.
 
     `args` are those of the reference.
     """
-    query, latent, key_up, exact_key, ranges = args.query, args.latent, args.key_up, args.exact_key, args.ranges
+    query, latent, key_up, ranges = args.query, args.latent, args.key_up, args.ranges
     batch, tokens, heads, dim = query.shape
     kv_heads, per_head = key_up.shape[0], heads // key_up.shape[0]
-    exact_dim = 0 if args.exact_value is None else args.exact_value.shape[-1]
-    value_rank, key_rank, dtype = out.shape[-1] - exact_dim, key_up.shape[-1], query.dtype
+    value_rank, key_rank, dtype = out.shape[-1], key_up.shape[-1], query.dtype
     if config is None:
-        plain, capability = exact_key is None, capability_of(query.device)
         ranks = {"key_rank": key_rank, "value_rank": value_rank}
-        config = default_config(dim=dim, **ranks, dtype=dtype, capability=capability, plain=plain)
+        config = default_config(dim=dim, **ranks, dtype=dtype, capability=capability_of(query.device))
     row_blocks = triton.cdiv(per_head * tokens, config.block_rows)
     splits = splits_of(config, batch * kv_heads * row_blocks, query, latent.shape[1])
     parts, logs = scratch(query, out.shape[-1], splits)
-    # Full-precision tokens leave no registers for a resident up-projection.
-    resident = exact_key is None and key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
+    resident = key_rank * dim * dtype.itemsize <= RESIDENT_BYTES
     reads = [0, key_rank, 0, value_rank] if ranges is None else ranges
     even = {*reads[1::4], *reads[3::4]} == {key_rank, value_rank} and key_rank % config.chunk == 0
     even = even and value_rank % config.chunk == 0 and len({*reads[1::4]}) == len({*reads[3::4]}) == 1
@@ -86,19 +76,14 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
         capacity=size(latent, 1),
         splits=splits,
         begin_rows=0 if args.begins is None else size(args.begins, 1),
-        exact_tokens=0 if exact_key is None else size(exact_key, 2),
         **strides("row", "token", "head", query=query),
         **strides("row", "token", latent=latent),
         **strides("head", "dim", up=key_up),
-        **strides("row", "head", "token", key=exact_key, value=args.exact_value),
-        **strides("row", slots=args.exact_slots),
         KV_HEADS=kv_heads,
         SIZE=per_head,
         DIM=dim,
         KEY_RANK=key_rank,
         VALUE_RANK=value_rank,
-        EXACT_DIM=exact_dim,
-        RAW_EXACT=args.raw_exact,
         RESIDENT=resident,
         ALIGNED=math.gcd(16, *reads),
         SAME=reads[0::4] == reads[2::4] and reads[1::4] == reads[3::4],
@@ -108,8 +93,6 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
         BLOCK=config.block_tokens,
         CHUNK=config.chunk,
         HALF=max(16, triton.next_power_of_2(dim // 2)),
-        EXACT_BLOCK=64,
-        EXACT_WIDTH=max(16, triton.next_power_of_2(exact_dim)),
         STEP=STEP,
     )
     return with_merge(launch, parts, logs, out, lse)

@@ -111,7 +111,7 @@ at::Tensor lowrank_decode_packed(
   std::vector<int64_t> token_of(lanes, -1);
   for (int64_t group = 0; group < groups; group++)
     for (int64_t lane = 0; lane < used; lane++) token_of[group * width + lane] = lane / sharing;
-  const Visible visible(batch, tokens, layers.back().capacity, token_of, lengths, starts, std::nullopt);
+  const Visible visible(batch, tokens, layers.back().capacity, token_of, lengths, starts);
 
   // Queries [groups, dim, lanes of a group] of each batch row.
   std::vector<std::vector<float>> queries(batch, std::vector<float>(dim * lanes));

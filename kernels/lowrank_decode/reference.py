@@ -5,7 +5,7 @@ that several layers share, xKV (arXiv:2503.18893). Values stay latents: attentio
 up-projection of the values is applied once per head to the mixed latent, instead of to every token.
 
 Shapes: B rows, T new tokens, H query heads, G KV heads, d head size, S tokens cached as latents of R elements, of which
-a head's key and value read r_k and r_v; E full-precision tokens ("exact"), with values of v elements.
+a head's key and value read r_k and r_v.
 """
 
 from __future__ import annotations
@@ -74,19 +74,11 @@ def lowrank_attention(
     ranges: list[int] | None = None,
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
-    first: Tensor | None = None,
-    rebuilt: Tensor | None = None,
-    window: int = 0,
-    sinks: int = 0,
-    exact_key: Tensor | None = None,
-    exact_value: Tensor | None = None,
-    exact_slots: Tensor | None = None,
-    raw_exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the last T tokens; arguments as in `operator.lowrank_decode`, with both rotation tables.
 
     Returns:
-        out and exact_out concatenated, [B, T, H, r_v + v], v = 0 without full-precision tokens, and fp32 lse [B, T, H].
+        out [B, T, H, r_v] and fp32 lse [B, T, H].
     """
     batch, tokens, heads, _ = query.shape
     kv_heads, size = key_up.shape[0], heads // key_up.shape[0]
@@ -94,19 +86,11 @@ def lowrank_attention(
     row = torch.zeros(batch, dtype=torch.long, device=device)
     length = row + held_tokens if lengths is None else lengths.long()
     start = row if starts is None else starts.long()
-    offset = row if first is None else first.long()
-    low, stop = (start + sinks, length) if rebuilt is None else rebuilt.long().unbind(1)
 
     # Tokens that no query sees may hold anything, NaN included.
-    positions = offset[:, None] + torch.arange(held_tokens, device=device)
+    positions = torch.arange(held_tokens, device=device)
     own = (length - tokens)[:, None, None] + torch.arange(tokens, device=device)[:, None]  # [B, T, 1]
-    key_position = positions[:, None]
-    visible = (key_position >= torch.maximum(low, start)[:, None, None]) & (key_position < stop[:, None, None])
-    visible = (
-        visible
-        & (key_position <= own - window)
-        & (key_position < torch.minimum(offset + held_tokens, length)[:, None, None])
-    )
+    visible = (positions >= start[:, None, None]) & (positions <= own)
     latent = latent.masked_fill(~visible.any(1)[..., None], 0)
 
     reads = None if ranges is None else torch.tensor(ranges, device=device).view(-1, 4)
@@ -115,36 +99,13 @@ def lowrank_attention(
     if within is not None:
         keys = rotated(keys, torch.where(visible.any(1), positions, 0), within, begins)
     values = _values(latent, reads, kv_heads)
-    count = 0
-    if exact_key is not None:
-        count = exact_key.shape[2]
-        exact_position = exact_slots.long()[:, None]
-        is_rebuilt = (
-            (exact_position >= low[:, None, None])
-            & (exact_position < stop[:, None, None])
-            & (exact_position <= own - window)
-        )
-        exact_visible = (
-            (exact_position >= start[:, None, None]) & (exact_position >= 0) & (exact_position <= own) & ~is_rebuilt
-        )
-        hidden = ~exact_visible.any(1)[:, None, :, None]
-        exact_key, exact_value = exact_key.masked_fill(hidden, 0), exact_value.masked_fill(hidden, 0)
-        if raw_exact:
-            exact_key = normalized(exact_key, key_bias, norm_weight, norm_eps)
-        if within is not None:
-            exact_key = rotated(exact_key, exact_slots.clamp(min=0).masked_fill(hidden[:, 0, :, 0], 0), within, begins)
-        keys, visible = torch.cat([keys, exact_key], dim=2), torch.cat([visible, exact_visible], dim=2)
-
     queries = query.unflatten(2, (kv_heads, size))
     logits = torch.einsum("btgmd,bgsd->btgms", queries, keys) * scale
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits.masked_fill(~visible[:, :, None, None], -torch.inf)
     lse = logits.logsumexp(-1)
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp().to(query.dtype)
-    split = weights.shape[-1] - count
-    out = torch.einsum("btgms,bgsr->btgmr", weights[..., :split], values)
-    if exact_key is not None:
-        out = torch.cat([out, torch.einsum("btgms,bgsv->btgmv", weights[..., split:], exact_value)], dim=-1)
+    out = torch.einsum("btgms,bgsr->btgmr", weights, values)
     return out.flatten(2, 3), lse.flatten(2).float()
 
 

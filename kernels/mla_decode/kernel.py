@@ -119,7 +119,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
         needs = {"paged": page > 0, "gains": gains > 0}
         config = default_config(tokens * heads, rank, rope, query.dtype, shared_limit(query.device), **needs)
     blocks = triton.cdiv(tokens * heads, config.block_rows)
-    splits = splits_of(config, batch * blocks, query, capacity, args.window)
+    splits = splits_of(config, batch * blocks, query, capacity)
     parts, logs = scratch(query, rank, splits)
     launch = Launch.of(
         mla_decode_kernel,
@@ -153,7 +153,7 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
 @triton.jit(do_not_specialize=["capacity", "splits", "key_gain_row", "pages_row"])
 def mla_decode_kernel(
     query, latent, rope_key, key_gain, out, log, lengths, starts, pages, scale, capacity, splits, new_tokens,
-    heads, heads_per_gain, window, query_row, query_token, query_head, latent_row, latent_token, rope_key_row,
+    heads, heads_per_gain, query_row, query_token, query_head, latent_row, latent_token, rope_key_row,
     rope_key_token, key_gain_row, key_gain_token, pages_row,
     RANK: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr, ROPE_BLOCK: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
@@ -182,10 +182,6 @@ def mla_decode_kernel(
     length = capacity if lengths is None else tl.minimum(tl.load(lengths + batch), capacity)
     position = length - new_tokens + new_token
     low = 0 if starts is None else tl.load(starts + batch)
-    first_seen = tl.full((BLOCK_ROWS,), 0, tl.int32)
-    if window is not None:
-        first_seen = position - window + 1
-        low = tl.maximum(low, length - new_tokens - window + 1)
     low = tl.maximum(low, 0)
     start, stop = split_tokens(low, length, split, splits, BLOCK_TOKENS)
 
@@ -225,7 +221,7 @@ def mla_decode_kernel(
             gain_there = real[:, None] & token_mask[None, :]
             gain = tl.load(gain_at[None, :] + (head // heads_per_gain)[:, None], mask=gain_there, other=0.0)
             logits *= gain.to(tl.float32)
-        mask = (token[None, :] <= tl.minimum(position, stop - 1)[:, None]) & (token[None, :] >= first_seen[:, None])
+        mask = token[None, :] <= tl.minimum(position, stop - 1)[:, None]
         logits = tl.where(mask, logits, -float("inf"))
 
         weights, m_i, l_i, alpha = softmax_step(logits, m_i, l_i, 1)

@@ -87,7 +87,7 @@ std::tuple<at::Tensor, at::Tensor> mla_decode_packed(
     at::IntArrayRef fields, int64_t rank, const std::optional<at::Tensor>& within,
     const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& exact,
     const std::optional<at::Tensor>& exact_starts, const std::optional<at::Tensor>& lengths,
-    const std::optional<at::Tensor>& starts, const std::optional<at::Tensor>& pages, std::optional<int64_t> window) {
+    const std::optional<at::Tensor>& starts, const std::optional<at::Tensor>& pages) {
   const int64_t batch = query.size(0), tokens = query.size(1), heads = query.size(2), used = tokens * heads;
   const int64_t lanes = padded(used);
   const Rows rows(packed, fields, step, mean, exact, exact_starts, pages);
@@ -95,7 +95,7 @@ std::tuple<at::Tensor, at::Tensor> mla_decode_packed(
   const std::optional<Rotations> rotations = within ? std::make_optional<Rotations>(*within, *begins) : std::nullopt;
   std::vector<int64_t> token_of(lanes, -1);
   for (int64_t lane = 0; lane < used; lane++) token_of[lane] = lane / heads;
-  const Visible visible(batch, tokens, rows.capacity, token_of, lengths, starts, window);
+  const Visible visible(batch, tokens, rows.capacity, token_of, lengths, starts);
   const at::Tensor wide = floats(query);
   std::vector<Queries> queries;
   for (int64_t row = 0; row < batch; row++)
@@ -151,6 +151,6 @@ TORCH_LIBRARY_FRAGMENT(surgery_cpu, library) {
   library.def(
       "mla_decode_packed(Tensor query, Tensor rows, Tensor step, Tensor mean, float scale, int[] fields, int rank, "
       "Tensor? within=None, Tensor? begins=None, Tensor? exact=None, Tensor? exact_starts=None, "
-      "Tensor? lengths=None, Tensor? starts=None, Tensor? pages=None, int? window=None) -> (Tensor, Tensor)");
+      "Tensor? lengths=None, Tensor? starts=None, Tensor? pages=None) -> (Tensor, Tensor)");
   library.impl("mla_decode_packed", at::kCPU, &mla_decode_packed);
 }

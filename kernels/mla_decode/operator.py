@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from surgery.kernels.checks import check_counts, check_dtypes, check_pages, check_positive
+from surgery.kernels.checks import check_counts, check_dtypes, check_pages
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.kernels.operation import Operation, attention_outputs
 
@@ -20,7 +20,6 @@ def mla_decode(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     pages: Tensor | None = None,
-    window: int | None = None,
     key_gain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the last T tokens of each row over latents shared by all heads (arXiv 2405.04434, app. C).
@@ -33,7 +32,6 @@ def mla_decode(
         lengths: int32 [B], tokens of each row, the T new ones included; None for all S.
         starts: int32 [B], the first token that is no padding; None for 0.
         pages: int32 [B, n], page table of each row.
-        window: latest tokens that a query sees, itself included; None for all.
         key_gain: [B, S, G], with `pages` [P, page, G]: factor on the logits of the H / G heads of each group.
 
     Returns:
@@ -43,7 +41,7 @@ def mla_decode(
     Raises:
         ValueError: inconsistent shapes or dtypes.
     """
-    return _mla_decode(query, latent, rope_key, scale, lengths, starts, pages, key_gain, window)
+    return _mla_decode(query, latent, rope_key, scale, lengths, starts, pages, key_gain)
 
 
 def _check(call: SimpleNamespace) -> None:
@@ -62,7 +60,6 @@ def _check(call: SimpleNamespace) -> None:
     check_pages("mla_decode", query.shape[0], call.pages)
     check_gain("mla_decode", query, call.key_gain, latent.shape[:2])
     check_counts("mla_decode", query.shape[0], lengths=call.lengths, starts=call.starts)
-    check_positive("mla_decode", window=call.window)
 
 
 def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[int, ...]) -> None:

@@ -51,14 +51,11 @@ def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config 
     latent = query.new_empty(batch, room, rank)
     rope_key = query.new_empty(batch, room, width - rank)
     key_gain = query.new_empty(batch, room, gains, dtype=torch.float32) if gains else None
-    unpack = unpack_launch(
-        vars(args), (triton.cdiv(room, BLOCK_TOKENS), batch), latent, rope_key, key_gain, new_tokens=query.shape[1]
-    )
+    unpack = unpack_launch(vars(args), (triton.cdiv(room, BLOCK_TOKENS), batch), latent, rope_key, key_gain)
     unpack = replace(unpack, scratch=(latent, rope_key) if key_gain is None else (latent, rope_key, key_gain))
     read = dense.launches(
-        query, latent, rope_key, args.scale, args.lengths, args.starts, None, key_gain, args.window,
-        out=out, lse=lse, config=config,
-    )  # fmt: skip
+        query, latent, rope_key, args.scale, args.lengths, args.starts, None, key_gain, out=out, lse=lse, config=config
+    )
     if pages is None:
         # The scratch memory has more slots than the cache has tokens.
         read[0] = replace(read[0], arguments=read[0].arguments | {"capacity": size(rows, 1)})
@@ -72,7 +69,6 @@ def unpack_launch(
     rope_key: Tensor,
     key_gain: Tensor | None = None,
     *,
-    new_tokens: int = 1,
     to_pages: bool = False,
 ) -> Launch:
     """Return the launch that unpacks rows.
@@ -81,12 +77,11 @@ def unpack_launch(
         args: arguments of `mla_decode_packed` by name.
         grid: programs that share the tokens of one row of the batch, and number of rows.
         latent, rope_key, key_gain: output memory for the tokens of each row, or of each page.
-        new_tokens: T.
         to_pages: unpack each token to its page instead of its row of the batch.
     """
     rows, pages, exact, begins = args["rows"], args["pages"], args["exact"], args["begins"]
     rank, pairs, gains = latent.shape[-1], rope_key.shape[-1] // 2, 0 if key_gain is None else key_gain.shape[-1]
-    defaults = dict.fromkeys(("lengths", "starts", "exact_starts", "window"))
+    defaults = dict.fromkeys(("lengths", "starts", "exact_starts"))
     return Launch.of(
         unpack_rows_kernel,
         grid,
@@ -99,7 +94,6 @@ def unpack_launch(
         begin_rows=0 if begins is None else size(begins, 1),
         capacity=size(rows if pages is None else pages, 1),
         first_tokens=0 if exact is None else exact.shape[1],
-        new_tokens=new_tokens,
         gain_lane=row_bytes(args["fields"]) // 2,
         **strides("row", "token", rows=rows, exact=exact, latent=latent, rope_key=rope_key, key_gain=key_gain),
         **strides("row", pages=pages),
@@ -121,7 +115,7 @@ def unpack_launch(
 @triton.jit(do_not_specialize=["capacity", "begin_rows", "pages_row"])
 def unpack_rows_kernel(
     rows, step, mean, entries, within, begins, exact, latent, rope_key, key_gain, lengths, starts, exact_starts, pages,
-    capacity, begin_rows, first_tokens, new_tokens, gain_lane, window, rows_row, rows_token, exact_row, exact_token,
+    capacity, begin_rows, first_tokens, gain_lane, rows_row, rows_token, exact_row, exact_token,
     latent_row, latent_token, rope_key_row, rope_key_token, key_gain_row, key_gain_token, pages_row,
     RANK: tl.constexpr, PAIRS: tl.constexpr, GAINS: tl.constexpr, GAIN_BLOCK: tl.constexpr, PLANES: tl.constexpr,
     ROPE_PLANES: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, TO_PAGES: tl.constexpr, STEP: tl.constexpr,
@@ -133,8 +127,6 @@ def unpack_rows_kernel(
         capacity *= PAGE
     length = capacity if lengths is None else tl.minimum(tl.load(lengths + batch), capacity)
     low = 0 if starts is None else tl.load(starts + batch)
-    if window is not None:
-        low = tl.maximum(low, length - new_tokens - window + 1)
     block = low // BLOCK_TOKENS + tl.program_id(0)
     for start in range(block * BLOCK_TOKENS, length, tl.num_programs(0) * BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from surgery.kernels.checks import check_counts, check_pages, check_positive
+from surgery.kernels.checks import check_counts, check_pages
 from surgery.kernels.lowrank_decode.reference import STEP
 from surgery.kernels.mla_decode.operator import unsupported
 from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
@@ -31,7 +31,6 @@ def mla_decode_packed(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     pages: Tensor | None = None,
-    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the last T tokens of each row over packed rows shared by all heads.
 
@@ -53,7 +52,6 @@ def mla_decode_packed(
         lengths: int32 [B], tokens of each row, the T new ones included; None for all S.
         starts: int32 [B], the first visible token; None for 0.
         pages: int32 [B, n], page table of each row.
-        window: latest tokens that a query sees, itself included; None for all.
 
     Returns:
         out [B, T, H, r] in the query's dtype and lse [B, T, H] fp32, as in `mla_decode`.
@@ -65,8 +63,7 @@ def mla_decode_packed(
     if exact is not None and not exact.shape[1]:
         exact = None
     return _mla_decode_packed(
-        query, rows, step, mean, scale, tuple(fields), rank, within, begins, exact, exact_starts, lengths, starts,
-        pages, window,
+        query, rows, step, mean, scale, tuple(fields), rank, within, begins, exact, exact_starts, lengths, starts, pages
     )  # fmt: skip
 
 
@@ -82,7 +79,6 @@ def _check(call: SimpleNamespace) -> None:
         raise ValueError(f"{name}: {query.shape[2]} query heads must be a multiple of {gains} gains")
     check_pages(name, query.shape[0], call.pages)
     check_counts(name, query.shape[0], lengths=call.lengths, starts=call.starts, exact_starts=call.exact_starts)
-    check_positive(name, window=call.window)
 
 
 def check_rows(name: str, call: SimpleNamespace, rank: int, width: int, batch: int, dtype: torch.dtype) -> None:

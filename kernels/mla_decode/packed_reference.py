@@ -26,7 +26,6 @@ def packed_latent_attention(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     pages: Tensor | None = None,
-    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `mla_decode_packed` in fp32, or in float64 for float64 queries; arguments as in `packed_operator.py`.
 
@@ -41,7 +40,7 @@ def packed_latent_attention(
     values, gain = values_of(rows, step, mean, fields, rank, within, begins, exact, exact_starts)
     ends = all_rows(capacity, batch, query.device) if lengths is None else lengths.clamp(max=capacity)
     positions = torch.arange(capacity, device=query.device)
-    mask = visible(positions < ends[:, None], ends, starts, query.shape[1], window)
+    mask = visible(positions < ends[:, None], ends, starts, query.shape[1])
     return shared_attention(query, values[..., :rank], values[..., rank:], scale, mask, gain)
 
 

@@ -29,7 +29,6 @@ def ragged_latent_attention(
     starts: Tensor | None = None,
     pages: Tensor | None = None,
     key_gain: Tensor | None = None,
-    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `mla_decode` in fp32, or in float64 for float64 inputs; arguments as in `operator.py`.
 
@@ -42,7 +41,7 @@ def ragged_latent_attention(
     rows, capacity = latent.shape[:2]
     ends = all_rows(capacity, rows, query.device) if lengths is None else lengths.clamp(max=capacity)
     filled = torch.arange(capacity, device=query.device) < ends[:, None]
-    mask = visible(filled, ends, starts, query.shape[1], window)
+    mask = visible(filled, ends, starts, query.shape[1])
     return shared_attention(query, latent, rope_key, scale, mask, key_gain)
 
 

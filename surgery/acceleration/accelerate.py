@@ -14,7 +14,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from surgery.acceleration import stock_mla
 from surgery.acceleration.comparison import TOLERANCE, step_error
-from surgery.acceleration.cross_layer import cross_layer_kernel, why_not_cross_layer
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
@@ -26,7 +25,7 @@ from surgery.acceleration.quantized_low_rank import (
 from surgery.kernels import cpu
 from surgery.kernels.backend import DTYPES, interpreted, refusal
 from surgery.model.attention_functions import own_softmax
-from surgery.model.cross_layer_attention import CrossLayerAttention, MergedPairAttention, PromptBasisAttention
+from surgery.model.cross_layer_attention import CrossLayerAttention
 from surgery.model.cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
 from surgery.model.hybrid_attention import HybridAttention
 from surgery.model.latent_attention import LatentAttention
@@ -115,7 +114,6 @@ def decelerate(model: PreTrainedModel) -> None:
 
 
 KERNELS: tuple[tuple[type[nn.Module], Callable, str, Callable[..., str | None]], ...] = (
-    (CrossLayerAttention, cross_layer_kernel, "lowrank_decode", why_not_cross_layer),
     (QuantizedLatentAttention, quantized_latent_kernel, "mla_decode_packed", why_not_quantized_latent),
     (LatentAttention, latent_kernel, "mla_decode", why_not_latent),
     (QuantizedLowRankAttention, quantized_low_rank_kernel, CPU_ALONE, why_not_quantized_low_rank),
@@ -125,8 +123,7 @@ KERNELS: tuple[tuple[type[nn.Module], Callable, str, Callable[..., str | None]],
 it, or None. The first matching class wins."""
 
 WITHOUT = (
-    PromptBasisAttention,
-    MergedPairAttention,
+    CrossLayerAttention,
     CrossLayerLatentAttention,
     CrossLayerFamilyLatents,
     HybridAttention,

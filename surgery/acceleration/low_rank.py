@@ -13,7 +13,6 @@ from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
 from surgery.model.attention_functions import norm_width, take
 from surgery.model.low_rank_attention import LowRankAttention
-from surgery.model.residual_window_cache import ResidualWindowLayer
 from surgery.model.rotary import rotates_plainly
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -22,6 +21,8 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 def why_not_low_rank(module: LowRankAttention) -> str | None:
     """Return the reason why no kernel supports a layer, or None."""
+    if module.window:
+        return "a residual window in full precision"
     if module.shares_latents or module.shared_layers:
         return "several layers of a cascade read the latents"
     return why_not_rebuilt(module)
@@ -52,7 +53,6 @@ def low_rank_kernel(
     module: LowRankAttention,
     query: Tensor,
     latent: Tensor,
-    exact: Tensor | None,
     mask: Tensor | None,
     cache: Cache | None,
 ) -> Tensor | None:
@@ -60,7 +60,6 @@ def low_rank_kernel(
 
     Args:
         latent: latents of the new tokens [B, 1, T, r].
-        exact: their keys and values [B, 1, T, 2·G·d] if the layer has full-precision tokens.
         mask: as in `row_bounds`.
     """
     queries = query.shape[2]
@@ -68,17 +67,7 @@ def low_rank_kernel(
         return None
     if not readable(query, module.k_norm, module.key_up, module.value_up):
         return None
-    layer, exact_arguments = cache.layers[module.layer_idx], {}
-    if isinstance(layer, ResidualWindowLayer):
-        filled = _filled_slots(layer, queries, query.device)
-        latent, exact = layer.update(latent, exact)
-        key, value = exact.unflatten(-1, (2 * module.num_kv_heads, module.head_dim))[:, 0].transpose(1, 2).chunk(2, 1)
-        if module.value_bias is not None:
-            value = value - module.value_bias.view(module.num_kv_heads, 1, module.head_dim)
-        exact_arguments = {"exact_key": key, "exact_value": value, "exact_slots": filled}
-        exact_arguments |= {"window": module.window, "sinks": module.exact_sinks}
-    else:
-        latent, _ = cache.update(latent, latent[..., :0], module.layer_idx)
+    latent, _ = cache.update(latent, latent[..., :0], module.layer_idx)
     slots = latent.shape[2]
     lengths, starts = row_bounds(mask, len(query), queries, slots, query.device)
     key_up, value_up, ranges = stacked_ups(module)
@@ -92,23 +81,17 @@ def low_rank_kernel(
     }
     scale = module.scaling * module.rotary[0].attention_scaling
     query = query.transpose(1, 2)
-    out, exact_out, _ = lowrank_decode(
-        query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading, **exact_arguments
-    )
-    return lifted(out, value_up, exact_out, None if module.value_bias is None else module.value_bias.view(heads))
+    out, _ = lowrank_decode(query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading)
+    return lifted(out, value_up, None if module.value_bias is None else module.value_bias.view(heads))
 
 
-def lifted(out: Tensor, value_up: Tensor, exact: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Project mixed latents [B, T, H, r] by `value_up` [G, d, r] and add the `exact` part: [B, T, H, d].
-
-    `bias` [G, d] applies to all values; exact values must come without it.
-    """
+def lifted(out: Tensor, value_up: Tensor, bias: Tensor | None) -> Tensor:
+    """Project mixed latents [B, T, H, r] by `value_up` [G, d, r] and add the bias [G, d]: [B, T, H, d]."""
     groups = out.unflatten(2, (len(value_up), -1))
     values = torch.einsum("btgqr,gdr->btgqd", groups, value_up)
     if bias is not None:
         values = values + bias[:, None]
-    values = values.flatten(2, 3)
-    return values if exact is None else values + exact
+    return values.flatten(2, 3)
 
 
 def rotation_of(rotary: nn.Module, config: object, slots: int) -> tuple[Tensor, Tensor]:
@@ -155,15 +138,3 @@ def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, in
     if len(module.ranks) == 1:
         return *sides, None
     return *sides, [(*key, *value) for key, value in zip(*ranges, strict=True)]
-
-
-def _filled_slots(layer: ResidualWindowLayer, queries: int, device: torch.device) -> Tensor:
-    """Return int32 positions [B, E] of the full-precision tokens that `update` will return; -1 for empty slots."""
-    window = layer.exact
-
-    def make() -> Tensor:
-        slots = layer.slots(queries, device)
-        empty = (torch.arange(slots.shape[1], device=device) < window.sink_slots) & (slots >= window.window_start)
-        return slots.masked_fill(empty, -1).to(torch.int32)
-
-    return window.once((_filled_slots, queries), device, make)

@@ -46,7 +46,7 @@ def quantized_latent_kernel(
         layer: this layer of the cache.
     """
     queries = query.shape[2]
-    if (queries > 1 and module.sliding_window) or not is_step(module, query, queries, "mla_decode_packed"):
+    if not is_step(module, query, queries, "mla_decode_packed"):
         return None
     step, mean, fields = module.quantizer.step, module.quantizer.mean, fields_of(module)
     new = pack_rows(values[:, 0], step, mean, fields)[:, None]
@@ -67,7 +67,6 @@ def quantized_latent_kernel(
         exact_starts=first_positions(layer.padding, query.device),
         lengths=lengths,
         starts=starts,
-        window=module.sliding_window,
     )
     return out
 

@@ -32,7 +32,6 @@ def quantized_low_rank_kernel(
     module: QuantizedLowRankAttention,
     query: Tensor,
     latent: Tensor,
-    exact: None,
     mask: Tensor | None,
     cache: Cache | None,
     *,
@@ -85,7 +84,7 @@ def quantized_low_rank_kernel(
         starts,
     )
     bias = None if module.value_bias is None else module.value_bias.view(heads)
-    return lifted(out.to(query.dtype), value_up, None, bias)
+    return lifted(out.to(query.dtype), value_up, bias)
 
 
 def _has_first_tokens(layer: object) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Cache
 from transformers import initialization as init
 
-from .attention_functions import Accelerated, attend, begin_as, normalize_heads
+from .attention_functions import ConvertedAttention, attend, begin_as, normalize_heads
 from .cache_argument import takes_cache
 from .cross_layer_entry import GroupEntry
 from .group_cache import GroupLayer, Reading
@@ -30,7 +30,7 @@ from .rotary import connect_rotary, rotation_of
 from .step_memo import once
 
 
-class GroupMember(Accelerated, nn.Module):
+class GroupMember(ConvertedAttention, nn.Module):
     """Base class of the attention modules of a group."""
 
     block: int | None
@@ -162,11 +162,6 @@ class CrossLayerAttention(SharedBasis):
         (keys, key_bias), (values, value_bias) = (_unbiased(each, hidden_states) for each in (self.k_proj, self.v_proj))
         tokens, biases = torch.cat([keys, values], dim=-1).unsqueeze(1), (key_bias, value_bias)
         reading = self._reading(hidden_states, all_position_embeddings, cache)
-        if self.kernel is not None:
-            query = self._query(hidden_states, all_position_embeddings)
-            out = self.kernel(self, query, tokens, biases, attention_mask, cache, real_tokens, reading)
-            if out is not None:
-                return self.o_proj(out.reshape(batch, num_tokens, -1)), None
         tokens, _ = self._update_cache(reading, tokens, tokens[..., :0], cache, real_tokens)
 
         query = self._query(hidden_states, all_position_embeddings)

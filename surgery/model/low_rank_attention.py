@@ -209,7 +209,7 @@ class LowRankAttention(Accelerated, nn.Module):
             new = ResidualWindowLayer(self.exact_sinks, self.window)
             layer = layer_of(cache, self.layer_idx, new, batch, left_padding)
         if self.kernel is not None and axis_positions is None:
-            out = self.kernel(self, query, latent, exact, attention_mask, cache)
+            out = self.kernel(self, query, latent, attention_mask, cache)
             if out is not None:
                 return self.o_proj(gated(out, gate).reshape(batch, num_tokens, -1)), None
         if self.window:

@@ -23,7 +23,7 @@ LEVEL = 0.8
 """Confidence level of the interval of a predicted loss increase on other text."""
 OTHER_TEXT = 0.25
 """Relative error of a loss increase on text of another kind, in addition to the spread over texts; calibrated on the
-demo model (docs/research/planning.md)."""
+demo model."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ ANSWER_WEIGHT = 0.05
 CONTENDERS = 6
 """Largest number of rows in the last round."""
 FAR = 4
-"""Ratio of drifts above which the worse row is dropped. Measured on small models: the demo model and one without GQA
-(docs/research/planning.md)."""
+"""Ratio of drifts above which the worse row is dropped. Measured on small models: the demo model and one without
+GQA."""
 
 
 @dataclass(frozen=True)

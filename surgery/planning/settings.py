@@ -20,7 +20,7 @@ ENGINE = "engine"
 
 
 HELD_OUT_LENGTH = 512
-"""Tokens of a held-out sequence, the length at which docs/research/planning.md compares predictions with measurements.
+"""Tokens of a held-out sequence.
 
 At twice the length, a plan of SmolLM2 would take 1.5 times as long as a conversion."""
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from kernel_checks import only_kernels
 from own_models import (
-    FULL_ATTENTION,
     KINDS,
     KV_HEADS,
     VOCAB,
@@ -17,7 +16,6 @@ from own_models import (
     tiny_source,
     tokens,
 )
-from shared_caches import FORMS, shared
 from tiny_models import CONFIGS, random_model
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, StaticCache
 from written_models import WRITTEN
@@ -38,7 +36,6 @@ OPERATIONS = {
     "latent": "mla_decode",
     "low_rank": "lowrank_decode",
     "blocks": "lowrank_decode",
-    "window": "lowrank_decode",
 }
 
 DEEPSEEK = {
@@ -257,18 +254,6 @@ def test_grouped_codes_are_dequantized_for_kernels(make, calls):
     """Checkpoints of earlier versions cache groups of tokens in int8: kernels read what their cache gives back."""
     codes = {"format": "int8", "keys": "channel", "group": 4, "window": 2}
     check(make(tiny_source("llama"), kv_cache=codes), calls, caches=("dynamic",))
-
-
-SHARED = [*(("window", family) for family in FULL_ATTENTION), ("static", "llama"), ("token", "llama")]
-
-
-@SLOW
-@pytest.mark.parametrize(("form", "family"), SHARED)
-def test_codes_that_layers_share(form, family, calls):
-    model = shared(tiny_source(family), FORMS[form])
-    result = check(model, calls, caches=("dynamic",))
-    assert set(result.layers) == {"lowrank_decode"}
-    agree(decode(model, DynamicCache()), model(tokens(), use_cache=False).logits, 1e-4)
 
 
 NORM = "not accelerated: the key norm is not an RMSNorm per head"

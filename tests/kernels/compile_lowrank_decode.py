@@ -9,14 +9,14 @@ from surgery.kernels.lowrank_decode.launches import default_config
 from surgery.kernels.lowrank_decode.launches import launches as launches_of
 
 
-def launch(heads, kv_heads, dim, key_rank, *, width=None, exact=0, norm=False, capability=90) -> Launch:
+def launch(heads, kv_heads, dim, key_rank, *, width=None, norm=False, capability=90) -> Launch:
     """The first launch for latents of `width` numbers, of which each KV head reads `key_rank`."""
     batch, tokens, capacity, blockwise = 2, 1, 131_072, width is not None and width != key_rank
     bf16, ints = {"dtype": torch.bfloat16}, {"dtype": torch.int32}
     width = width or key_rank
     value_rank = key_rank
     ranks = {"dim": dim, "key_rank": key_rank, "value_rank": value_rank}
-    config = default_config(**ranks, dtype=torch.bfloat16, capability=capability, plain=not exact)
+    config = default_config(**ranks, dtype=torch.bfloat16, capability=capability)
     config = replace(config, splits=8)
     with torch.device("meta"):
         options = {"within": torch.empty(2, 128, dim // 2), "begins": torch.empty(2, capacity // 128, dim // 2)}
@@ -29,19 +29,14 @@ def launch(heads, kv_heads, dim, key_rank, *, width=None, exact=0, norm=False, c
             options["ranges"] = [number for first in begins for number in (first, key_rank, first, key_rank)]
         if norm:
             options |= {"norm_weight": torch.empty(dim, **bf16), "norm_eps": 1e-6}
-            options |= {"key_bias": torch.empty(kv_heads, dim, **bf16), "raw_exact": True}
-        if exact:
-            tensors = torch.empty(batch, exact, 2 * kv_heads, dim, **bf16).transpose(1, 2).chunk(2, dim=1)
-            options |= {"exact_key": tensors[0], "exact_value": tensors[1], "window": exact - 4, "sinks": 4}
-            options |= {"exact_slots": torch.empty(batch, exact, **ints)}
-        columns = value_rank + (dim if exact else 0)
+            options |= {"key_bias": torch.empty(kv_heads, dim, **bf16)}
         return launches_of(
             torch.empty(batch, tokens, heads, dim, **bf16),
             latent,
             torch.empty(kv_heads, dim, key_rank, **bf16),
             dim**-0.5,
             **options,
-            out=torch.empty(batch, tokens, heads, columns, **bf16),
+            out=torch.empty(batch, tokens, heads, value_rank, **bf16),
             lse=torch.empty(batch, tokens, heads),
             config=config,
         )[0]
@@ -52,12 +47,12 @@ def few(capability: int) -> dict[str, Launch]:
     return {
         "blocks of two heads": launch(32, 8, 128, 256, width=1024, capability=capability),
         "joint": launch(32, 8, 128, 512, capability=capability),
-        "odd rank with a residual window": launch(8, 4, 32, 48, exact=132, norm=True, capability=capability),
+        "odd rank": launch(8, 4, 32, 48, norm=True, capability=capability),
     }
 
 
 def more(capability: int) -> dict[str, Launch]:
-    """The shapes of the models that are converted most, plain and next to full-precision tokens."""
+    """The shapes of the models that are converted most."""
     results = {
         "Llama-3-8B, joint 1024": launch(32, 8, 128, 1024, capability=capability),
         "Llama-2-7B, blocks of four heads": launch(32, 32, 128, 1024, width=8192, capability=capability),
@@ -66,5 +61,4 @@ def more(capability: int) -> dict[str, Launch]:
     for name, shape in shapes.items():
         width = 1024 if shape[1] == 8 else 512
         results[name] = launch(*shape, width=width, capability=capability)
-        results[f"{name}, exact"] = launch(*shape, width=width, exact=132, norm=True, capability=capability)
     return results

@@ -16,7 +16,7 @@ SHAPES = ((32, 512, 64), (32, 256, 64), (32, 128, 64), (28, 448, 64), (128, 512,
 """Heads, r, ρ: Llama-2-7B and Llama-3-8B at three ratios, Qwen2.5-7B, DeepSeek-V3, ranks that are no powers of two."""
 
 
-def launch(heads, rank, rope, *, sm, page=0, gains=0, window=None, tokens=1, splits=32, dtype=torch.bfloat16) -> Launch:
+def launch(heads, rank, rope, *, sm, page=0, gains=0, tokens=1, splits=32, dtype=torch.bfloat16) -> Launch:
     """The attention itself, on meta tensors; its merge is `split_kv`'s and checked there."""
     batch, capacity = 4, 131_072
     with torch.device("meta"):
@@ -32,7 +32,6 @@ def launch(heads, rank, rope, *, sm, page=0, gains=0, window=None, tokens=1, spl
             torch.empty(batch, dtype=torch.int32),
             torch.empty(batch, capacity // page, dtype=torch.int32) if page else None,
             torch.empty(*rows, gains, dtype=dtype) if gains else None,
-            window,
             out=torch.empty(batch, tokens, heads, rank, dtype=dtype),
             lse=torch.empty(batch, tokens, heads),
             config=replace(config, splits=splits),
@@ -46,7 +45,6 @@ def cases(sm: int) -> dict[str, Launch]:
         f"{heads} x {rank}+{rope} paged": launch(heads, rank, rope, sm=sm, page=64) for heads, rank, rope in SHAPES[:4]
     }
     results["32 x 512+0, one split"] = launch(32, 512, 0, sm=sm, splits=1)
-    results["16 x 512+64, window"] = launch(16, 512, 64, sm=sm, window=4096)
     results["32 x 256+64, 8 gains"] = launch(32, 256, 64, sm=sm, gains=8)
     results["32 x 256+64, 4 tokens"] = launch(32, 256, 64, sm=sm, tokens=4)
     results["32 x 512+64, fp32"] = launch(32, 512, 64, sm=sm, dtype=torch.float32)

@@ -1,5 +1,4 @@
-"""Attention over rebuilt keys: one softmax with full-precision tokens, whatever the ranks, ranges, norms, rows and
-splits."""
+"""Attention over rebuilt keys, whatever the ranks, ranges, norms, rows and splits."""
 
 from dataclasses import replace
 
@@ -11,13 +10,9 @@ from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 from surgery.kernels.lowrank_decode.launches import default_config, launches
 from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.lowrank_decode.reference import lowrank_attention
-from surgery.model.group_cache import GroupLayer
-from surgery.model.group_stores import SharedCodes
-from surgery.model.left_padding import LeftPadding
-from surgery.model.residual_window_cache import ResidualWindowLayer
 
 
-def inputs(batch, tokens, heads, kv_heads, dim, rank, slots, *, width=None, exact=0, biased=False, norm=False, seed=0):
+def inputs(batch, tokens, heads, kv_heads, dim, rank, slots, *, width=None, biased=False, norm=False, seed=0):
     """fp64 tensors; keys of a size that makes the softmax neither flat nor one token's."""
     make = torch.Generator().manual_seed(seed)
 
@@ -35,9 +30,6 @@ def inputs(batch, tokens, heads, kv_heads, dim, rank, slots, *, width=None, exac
         settings["key_bias"] = normal(kv_heads, dim)
     if norm:
         settings |= {"norm_weight": 1 + 0.1 * normal(dim), "norm_eps": 1e-6}
-    if exact:
-        settings["exact_key"] = normal(batch, exact, 2 * kv_heads, dim).transpose(1, 2)[:, :kv_heads]
-        settings["exact_value"] = normal(batch, exact, 2 * kv_heads, dim).transpose(1, 2)[:, kv_heads:]
     return settings
 
 
@@ -64,16 +56,11 @@ def by_hand(query, key, value, scale):
     return (weights @ value).flatten(0, 1)
 
 
-def tables(settings, slots=256, dtype=torch.float64):
-    return rotation_tables(settings["inv_freq"], slots, dtype)
-
-
 def test_keys_are_rebuilt_normalized_and_rotated_to_their_slots():
     settings = inputs(1, 2, 4, 2, 8, 5, 200, biased=True, norm=True)
     inv_freq = settings.pop("inv_freq")
     rotation = rotation_tables(inv_freq, 200, torch.float64)
-    out, exact, lse = lowrank_decode(**settings, scale=0.3, rotation=rotation, starts=ints(3), lengths=ints(190))
-    assert exact is None
+    out, lse = lowrank_decode(**settings, scale=0.3, rotation=rotation, starts=ints(3), lengths=ints(190))
     for token, own in enumerate((188, 189)):
         visible = torch.arange(3, own + 1)
         latent = settings["latent"][0, visible]
@@ -84,82 +71,10 @@ def test_keys_are_rebuilt_normalized_and_rotated_to_their_slots():
         torch.testing.assert_close(lse[0, token], logits.logsumexp(-1).flatten().float())
 
 
-def test_what_a_residual_window_caches_is_served():
-    """Step by step, padding included, over the cache layer itself: sinks and window exactly, the rest rebuilt."""
-    torch.manual_seed(3)
-    sinks, window, padding, dim, kv_heads = 2, 4, [0, 3], 4, 2
-    slots = 14
-    settings = inputs(2, slots, 4, kv_heads, dim, 5, slots)
-    rotation = tables(settings)
-    keys, values = torch.randn(2, 2, slots, kv_heads, dim, dtype=torch.float64)
-    layer = ResidualWindowLayer(sinks, window)
-    layer.padding = LeftPadding(padding)
-    for own in range(slots):
-        if own >= max(padding):
-            key_slots, visible = layer.slots(1, "cpu"), layer.visible(1, "cpu")
-            key_slots = key_slots.where(visible.expand(2, 1, 1, -1)[:, 0, 0], -1)
-        both = torch.cat([keys[:, own], values[:, own]], dim=1).flatten(1)[:, None, None]
-        latent, exact = layer.update(settings["latent"][:, None, own : own + 1], both)
-        if own < max(padding):
-            continue
-        exact = exact.unflatten(-1, (2 * kv_heads, dim))[:, 0].transpose(1, 2)
-        how = {"rotation": rotation, "starts": ints(*padding), "window": window, "sinks": sinks}
-        how |= {"exact_key": exact[:, :kv_heads], "exact_value": exact[:, kv_heads:], "exact_slots": key_slots}
-        query = settings["query"][:, own, None]
-        out, exact_out, _ = lowrank_decode(query, latent[:, 0], settings["key_up"], 0.5, **how)
-        for row, start in enumerate(padding):
-            mask = torch.arange(start, own + 1)
-            is_exact = (mask > own - window) | (mask - start < sinks)
-            rebuilt = settings["latent"][row, mask] @ settings["key_up"].mT
-            key = torch.where(is_exact[:, None], keys[row, mask].transpose(0, 1), rebuilt)
-            key = turned(key, mask, settings["inv_freq"])
-            latents = settings["latent"][row, mask] * ~is_exact[:, None]
-            both = torch.cat(
-                [latents.expand(kv_heads, -1, -1), values[row, mask].transpose(0, 1) * is_exact[:, None]], dim=-1
-            )
-            expected = by_hand(settings["query"][row, own], key, both, 0.5)
-            result = torch.cat([out, exact_out], dim=-1)[row, 0]
-            torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("piece", [1, 2])
-def test_what_a_group_of_layers_caches_is_served(piece):
-    """`rebuilt` and full-precision tokens as `Reading` has them, several queries at once included."""
-    dim, kv_heads, rank, slots, block, sinks, window = 4, 2, 3, 16, 4, 2, 5
-    settings = inputs(1, slots, 4, kv_heads, dim, rank, slots, biased=True, norm=True)
-    rotation, basis = tables(settings), torch.randn(2, kv_heads, dim, rank, dtype=torch.float64)
-    tokens = torch.randn(1, 1, slots, 2 * kv_heads * dim, dtype=torch.float64)
-    down = torch.randn(rank, tokens.shape[-1], dtype=torch.float64)
-    layer = GroupLayer(SharedCodes(1, rank), 0, block, sinks, window)
-    for first in range(0, slots, piece):
-        new = tokens[:, :, first : first + piece]
-        reading = layer.reading(piece, "cpu")
-        exact, _ = layer.update(new, new[..., :0])
-        start, stop = reading.rebuilt
-        codes = layer.store.codes if layer.store.codes is not None else torch.zeros(1, 1, 1, rank, dtype=torch.float64)
-        read = torch.cat([codes[:, :, start:stop] @ basis.flatten(0, 2).mT, exact], dim=2)
-        key, value = read[0, 0].unflatten(-1, (2, kv_heads, dim)).permute(1, 2, 0, 3)
-        key = turned(normed(key, settings), reading.positions, settings["inv_freq"])
-        query = settings["query"][0, first : first + piece]
-        causal = reading.first + torch.arange(piece)[:, None] >= torch.arange(layer.seen)
-        mask = reading.select(causal[None, None])[0, 0]
-        exact_key, exact_value = exact[0].unflatten(-1, (2, kv_heads, dim)).permute(2, 0, 3, 1, 4)
-        how = {name: settings[name] for name in ("key_bias", "norm_weight", "norm_eps")} | {"rotation": rotation}
-        how |= {"exact_key": exact_key, "exact_value": exact_value, "exact_slots": reading.exact.int()[None]}
-        how |= {"lengths": ints(layer.seen), "rebuilt": ints([sinks, reading.block_start]), "window": window}
-        out, exact_out, _ = lowrank_decode(query[None], codes[:, 0], basis[0], 0.5, **how, raw_exact=True)
-        result = torch.einsum("thr,hvr->thv", out[0], basis[1].repeat_interleave(2, 0)) + exact_out[0]
-        for token in range(piece):
-            expected = by_hand(query[token], key[:, mask[token]], value[:, mask[token]], 0.5)
-            torch.testing.assert_close(result[token], expected, rtol=1e-10, atol=1e-10)
-        layer.settle(lambda whole: whole @ down.mT)
-
-
 CASES = {
     "odd": dict(shape=(3, 1, 8, 4, 32, 48, 111), lengths=(111, 63, 1), splits=2, block_tokens=32),
     "one head of seven, three tokens": dict(
-        shape=(2, 3, 7, 1, 16, 96, 70), lengths=(70, 50), starts=(0, 7), exact=20, splits=5, biased=True, norm=True,
-        window=6, sinks=3, raw_exact=True,
+        shape=(2, 3, 7, 1, 16, 96, 70), lengths=(70, 50), starts=(0, 7), splits=5, biased=True, norm=True,
     ),
     "blocks of ranks": dict(
         shape=(1, 1, 28, 4, 16, 96, 63), lengths=(63,), width=320, splits=1, chunk=32,
@@ -167,10 +82,6 @@ CASES = {
     ),
     "many heads, little rank": dict(shape=(1, 1, 40, 40, 6, 7, 40), lengths=(33,), splits=1),
     "rows without tokens": dict(shape=(2, 1, 4, 2, 16, 320, 65), lengths=(0, 65), splits=2, passing=True),
-    "a part of the tokens": dict(
-        shape=(2, 1, 4, 2, 16, 32, 64), lengths=(200, 190), exact=9, first=(130, 77),
-        rebuilt=((4, 170), (90, 136)), splits=2, window=3,
-    ),
 }  # fmt: skip
 
 
@@ -180,33 +91,21 @@ def case(name, dtype, device):
     settings = inputs(
         *how.pop("shape"),
         width=how.pop("width", None),
-        exact=how.pop("exact", 0),
         biased=how.pop("biased", False),
         norm=how.pop("norm", False),
     )
     inv_freq = settings.pop("inv_freq")
-    options = {key: how.pop(key) for key in ("window", "sinks", "raw_exact") if key in how}
-    for key in ("lengths", "starts", "first", "rebuilt"):
+    options = {}
+    for key in ("lengths", "starts"):
         if key in how:
             options[key] = torch.tensor(how.pop(key), dtype=torch.int32)
     if "ranges" in how:
         options["ranges"] = [number for head in how.pop("ranges") for number in head]
     batch, slots = settings["latent"].shape[:2]
     zero = torch.zeros(batch, dtype=torch.int32)
-    slot = options.get("first", zero)[:, None] + torch.arange(slots)
+    slot = torch.arange(slots)
     hidden = (slot >= options["lengths"][:, None]) | (slot < options.get("starts", zero)[:, None])
-    if "rebuilt" in options:
-        hidden |= (slot < options["rebuilt"][:, :1]) | (slot >= options["rebuilt"][:, 1:])
     settings["latent"][hidden] = torch.nan
-    if "exact_key" in settings:
-        count = settings["exact_key"].shape[2]
-        key_slots = options["lengths"][:, None] - 1 - torch.arange(count)  # backwards: any order will do
-        key_slots[:, -2:] = torch.tensor([-1, 400])
-        options["exact_slots"] = key_slots.int()
-        for key in ("exact_key", "exact_value"):
-            settings[key].masked_fill_(
-                (key_slots == -1)[:, None, :, None] | (key_slots == 400)[:, None, :, None], torch.nan
-            )
     settings = {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
     wide = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
     wide |= options | dict(zip(("within", "begins"), rotation_tables(inv_freq, 512, torch.float64), strict=True))
@@ -220,9 +119,8 @@ def run(settings, *, splits, passing=False, **changes):
     query, latent, key_up, ranges = (settings.get(key) for key in ("query", "latent", "key_up", "ranges"))
     batch, tokens, heads, dim = query.shape
     rank = latent.shape[-1] if ranges is None else max(ranges[3::4])
-    width = rank + (settings["exact_value"].shape[-1] if "exact_value" in settings else 0)
     config = default_config(dim=dim, key_rank=key_up.shape[-1], value_rank=rank, dtype=query.dtype)
-    out, log = query.new_empty(batch, tokens, heads, width), query.new_empty(batch, tokens, heads, dtype=torch.float32)
+    out, log = query.new_empty(batch, tokens, heads, rank), query.new_empty(batch, tokens, heads, dtype=torch.float32)
     config = replace(config, splits=splits, **changes)
     with pytest.MonkeyPatch.context() as patch:
         if passing:
@@ -266,17 +164,12 @@ EXAMPLES = {
         _lowrank_decode.registered,
         lowrank_attention,
         {"query": normal(1, 2, 4, 4), "latent": normal(1, 9, 6), "key_up": normal(2, 4, 6), "scale": 0.25}
-        | {"key_bias": normal(2, 4), "norm_weight": normal(4), "norm_eps": 1e-6, "raw_exact": True}
-        | {"exact_key": normal(1, 2, 3, 4), "exact_value": normal(1, 2, 3, 5), "exact_slots": ints([8, 7, 0])}
-        | {"lengths": ints(9), "window": 2, "sinks": 1},
+        | {"key_bias": normal(2, 4), "norm_weight": normal(4), "norm_eps": 1e-6, "lengths": ints(9)},
         [
             ({"query": zeros(1, 2, 4, 2)}, "4 query heads of size 2"),
             ({"latent": zeros(1, 9, 5), "ranges": None}, "pass `ranges`"),
             ({"ranges": [(0, 6, 0, 6), (1, 6, 0, 6)]}, "within 6 latents and key rank 6"),
             ({"lengths": ints(9, 9)}, r"lengths must be \[1\]"),
-            ({"exact_key": None}, "exact_key, exact_value and exact_slots"),
-            ({"rebuilt": ints([0, 5]), "lengths": None}, "requires `lengths`"),
-            ({"window": -1}, "at least 0, not -1"),
         ],
         of_function={"rotation": (WITHIN, BEGINS), "ranges": [(0, 6, 1, 4)] * 2},
         of_operator={"within": WITHIN, "begins": BEGINS, "ranges": [0, 6, 1, 4] * 2},
@@ -291,7 +184,6 @@ def among_others(name, capability, mma):
 def spilled(name, capability):
     """Bytes, where a few addresses are over 255 registers."""
     most = {"joint": 8, "Llama-3-8B, joint 1024": 128, "Llama-2-7B, blocks of four heads": 124}
-    most["Qwen2.5-7B, one head, exact"] = 24
     return most.get(name, 0) if capability == 80 else 0
 
 

@@ -10,7 +10,7 @@ from kernel_examples import Compiled, Example, ints, normal, slow, zeros
 from surgery.kernels.launch import Config
 from surgery.kernels.mla_decode import kernel
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
-from surgery.kernels.mla_decode.reference import causal_mask, ragged_latent_attention
+from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.kernels.operation import attention_outputs
 from surgery.kernels.reference import paged_tokens
 
@@ -52,11 +52,10 @@ def test_the_reference_is_plain_softmax():
     query, latent, rope_key, gain = (t.double() for t in inputs(2, 3, 4, 9, 6, 2, gains=2))
     logits = torch.einsum("bthc,bsc->bths", query, torch.cat([latent, rope_key], -1)) * 0.3
     logits = logits * gain.repeat_interleave(2, -1).mT[:, None]
-    for window in (None, 2):
-        visible = logits.masked_fill(~causal_mask(3, 9, window, query.device)[:, None], -torch.inf)
-        out, lse = ragged_latent_attention(query, latent, rope_key, 0.3, key_gain=gain, window=window)
-        torch.testing.assert_close(out, visible.softmax(-1) @ latent[:, None], rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(lse, visible.logsumexp(-1), rtol=1e-10, atol=1e-10)
+    visible = logits.masked_fill(~torch.ones(3, 9, dtype=torch.bool).tril(6)[:, None], -torch.inf)
+    out, lse = ragged_latent_attention(query, latent, rope_key, 0.3, key_gain=gain)
+    torch.testing.assert_close(out, visible.softmax(-1) @ latent[:, None], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, visible.logsumexp(-1), rtol=1e-10, atol=1e-10)
 
 
 def test_the_reference_ends_rows_where_they_end():
@@ -116,12 +115,6 @@ def test_ragged_rows(splits, dtype, device):
     assert clean[0][0].abs().max() == 0 and (clean[1][0] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("window", [1, 20, 500])
-def test_window(window, device):
-    query, latent, rope_key, _ = inputs(2, 3, 4, 70, 32, 16, device=device)
-    check(query, latent, rope_key, splits=2, lengths=ints(70, 41, device=device), window=window)
-
-
 @pytest.mark.parametrize("page", [16, 12])
 def test_pages(page, device):
     """Shuffled pages of a pool, most of them NaN, are the tokens in a row; table entries after a row are nonsense."""
@@ -171,14 +164,13 @@ EXAMPLES = {
         _mla_decode.registered,
         ragged_latent_attention,
         {"query": normal(2, 2, 4, 10), "latent": normal(2, 9, 8), "rope_key": normal(2, 9, 2), "scale": 0.2}
-        | {"lengths": ints(9, 7), "key_gain": normal(2, 9, 2), "window": 5},
+        | {"lengths": ints(9, 7), "key_gain": normal(2, 9, 2)},
         [
             ({"query": zeros(2, 2, 4, 9)}, "query size must be"),
             ({"rope_key": zeros(2, 8, 2)}, "must hold the same tokens"),
             ({"query": zeros(1, 2, 4, 10)}, "batch size"),
             ({"query": zeros(2, 2, 4, 10).half()}, "the same dtype"),
             ({"lengths": torch.tensor([3, 4])}, "lengths"),
-            ({"window": 0}, "window"),
             ({"pages": ints(0, 1)}, "pages"),
             ({"key_gain": zeros(2, 9, 3)}, "must be a multiple of 3 gains"),
         ],

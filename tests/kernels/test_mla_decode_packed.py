@@ -153,13 +153,13 @@ def test_patterns(dtype, runs, changes, cut, device):
     check(arguments | rows, **cut)
 
 
-def test_rows_in_pages_and_a_window(device):
+def test_rows_in_pages(device):
     arguments = inputs(SHORT, total=48, gains=2, device=device)
-    dense = check(arguments | {"window": 20, "lengths": ints(48, 18, device=device)}, splits=2)
+    dense = check(arguments | {"lengths": ints(48, 18, device=device)}, splits=2)
     pages = ints([3, 0, 5], [1, 4, 2], device=device)
     paged = torch.empty(6, 16, arguments["rows"].shape[-1], dtype=torch.int16, device=device)
     paged[pages.long()] = arguments["rows"].view(2, 3, 16, -1)
-    arguments |= {"rows": paged, "pages": pages, "window": 20, "lengths": ints(48, 18, device=device)}
+    arguments |= {"rows": paged, "pages": pages, "lengths": ints(48, 18, device=device)}
     assert all(map(torch.equal, run(arguments, splits=2), dense))
 
 
@@ -299,7 +299,7 @@ EXAMPLES = {
         _mla_decode_packed.registered,
         packed_latent_attention,
         {"query": normal(2, 1, 2, 24), "rows": ints(*range(2 * 8 * 7)).to(torch.int16).view(2, 8, 7), "scale": 0.2}
-        | {"step": 0.1 + torch.zeros(24), "mean": torch.zeros(24), "fields": flat(SHORT)[0], "rank": 16, "window": 6}
+        | {"step": 0.1 + torch.zeros(24), "mean": torch.zeros(24), "fields": flat(SHORT)[0], "rank": 16}
         | {"lengths": ints(8, 7), "exact": normal(2, 2, 24)},
         [
             ({"fields": (0, 8, 0)}, "fields"),

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from own_models import FULL_ATTENTION, LATENT, lossless_config, lossless_model, tiny_source, tokens
+from own_models import FULL_ATTENTION, tiny_source, tokens
 from shared_caches import FORMS, LAYERS, PAIRS, PROMPT, STATIC, WIDTH, shared
 from transformers import DynamicCache, StaticCache
 
@@ -116,18 +116,6 @@ def test_a_basis_of_the_prompt_reads_the_prompt_exactly_and_compresses_it_afterw
         assert cache_bytes(cache) == model.kv_cache_bytes(2, 23, prompt=15)
 
 
-def test_padding_does_not_weigh_in_a_basis_of_the_prompt():
-    model = shared(tiny_source("llama"), PROMPT)
-    padded = torch.cat([torch.full((2, 5), 7), text()], dim=1)
-    mask = (torch.arange(28) >= 5).long().expand(2, -1)
-    plain, shifted = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model(text(), past_key_values=plain)
-    model(padded, attention_mask=mask, past_key_values=shifted)
-    more = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-    logits = model(text()[:, :1], attention_mask=more, past_key_values=shifted).logits
-    agree(logits, model(text()[:, :1], past_key_values=plain).logits, 1e-3)
-
-
 def test_layers_outside_groups_keep_their_own_cache():
     source = tiny_source("llama")
     config = copy.deepcopy(source.config)
@@ -188,44 +176,3 @@ def test_groups_that_make_no_sense_are_refused(entries, message):
 def test_sliding_windows_are_refused():
     with pytest.raises(ValueError, match="full attention"):
         shared(tiny_source("mistral"), STATIC)
-
-
-# A basis shared over the latents of MLA layers.
-
-
-def shared_latents(family: str, rank: int, **recent) -> tuple[SurgeryForCausalLM, SurgeryForCausalLM]:
-    """An MLA model, and the same with a basis of orthonormal directions that its two layers share."""
-    source = tiny_source(family)
-    latent = lossless_model(source)
-    recent = {"block": 4, "sinks": 0, "window": 0, **recent}
-    entries = [
-        {**entry, "kind": "cross_layer_latent", "group_size": 2, "index_in_group": index, "rank": rank, **recent}
-        for index, entry in enumerate(lossless_config(source).attention_layers)
-    ]
-    model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, entries, experts_implementation="eager"))
-    model.load_state_dict(latent.state_dict(), strict=False)
-    width = entries[0]["kv_lora_rank"]
-    basis = torch.linalg.qr(torch.randn(2 * width, 2 * width, generator=torch.Generator().manual_seed(2)))[0][:rank]
-    for index, layer in enumerate(model.model.layers):
-        part = basis[:, index * width : (index + 1) * width]
-        layer.self_attn.basis_down.copy_(part)
-        layer.self_attn.basis_up.copy_(part.T)
-    return latent, model.eval()
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen3_moe"])
-def test_a_basis_of_full_rank_is_the_latent_model(family):
-    latent, model = shared_latents(family, 2 * LATENT)
-    agree(model(text()).logits, latent(text()).logits)
-
-
-@pytest.mark.parametrize("recent", [{}, {"sinks": 2, "window": 5, "block": 3}])
-def test_every_way_to_feed_a_text_to_shared_latents_gives_the_same(recent):
-    latent, model = shared_latents("qwen3", 7, **recent)
-    expected = model(text()).logits
-    assert float((expected - latent(text()).logits).abs().max()) > 1e-2
-    for pieces in ((5, *[1] * 18), (3, 9, 11)):
-        cache = DynamicCache(config=model.config)
-        results = [model(piece, past_key_values=cache).logits for piece in text().split(pieces, dim=1)]
-        agree(torch.cat(results, dim=1), expected)
-        assert cache_bytes(cache) == model.kv_cache_bytes(2, 23)

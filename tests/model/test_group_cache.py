@@ -89,21 +89,6 @@ def test_layers_must_write_in_their_order():
         PromptBasis(2, 2, 1, 1).write(1, torch.zeros(1, 1, 2, WIDTH))
 
 
-@pytest.mark.parametrize(("key_rank", "value_rank"), [(2, 3), (50, 50)])
-def test_the_prompt_basis_is_the_best_of_its_rank(key_rank, value_rank):
-    tokens = [torch.randn(2, 1, 9, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    store = PromptBasis(2, 2, key_rank, value_rank)
-    for index, part in enumerate(tokens):
-        store.write(index, part)
-    rebuilt = [store.read(index, 0, 9) for index in range(2)]
-    for side, rank in ((slice(0, 2), key_rank), (slice(2, 6), value_rank)):
-        stacked = torch.cat([part[..., side] for part in tokens], dim=-1)
-        result = torch.cat([part[..., side] for part in rebuilt], dim=-1)
-        dropped = torch.linalg.svdvals(stacked)[..., rank:].square().sum(-1)
-        assert torch.allclose((stacked - result).square().sum((-1, -2)), dropped, atol=1e-4)
-    assert cache_bytes(store) == 2 * 4 * store.numbers(9, 6)
-
-
 def test_slerp_turns_by_a_share_of_the_angle():
     x, y = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 0.5])
     merged, angle = slerp(x, y, 0.6)

@@ -116,30 +116,7 @@ def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkey
         agree_after_padding(model(ids, attention_mask=mask, use_cache=False).logits, expected, padding, tolerance)
 
 
-def streaming_latents(source):
-    """The second layer streams."""
-    entries = [None, hybrid_entry(0, [0, 1], sinks=2, recent=5)]
-    return own.lossless_streaming_latent(source, 2, 5), entries
-
-
-def streaming_blocks(source):
-    entries = [hybrid_entry(1, [0, 1], sinks=2, recent=5), hybrid_entry(0, [0, 1], sinks=2, recent=5)]
-    return own.lossless_low_rank(source, own.streaming_blocks_entries(2, 5)), entries
-
-
-@pytest.mark.parametrize("make", [streaming_latents, streaming_blocks])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_latents_stream_likewise(family, make):
-    source = tiny_source(family)
-    model, entries = make(source)
-    ids, padding = tokens(3, 30), [0, 4, 12]
-    monolith = [entry or hybrid_entry(2, [0, 1]) for entry in entries]
-    expected = reference_logits(source, monolith, padding, ids)
-    for chunks in ([30], [10, 10, 1, 1, 8], [1] * 30):
-        agree_after_padding(own.through_cache(model, ids, padding, chunks), expected, padding, 1e-4)
-
-
-@pytest.mark.parametrize("form", ["int8", "int4", "int2", "fp8"])
+@pytest.mark.parametrize("form", ["int4", "fp8"])
 def test_quantized_streaming_heads_do_not_depend_on_chunks(form):
     source = tiny_source("llama", **MANY_HEADS).double()
     kv_cache = {"format": "int8", "group": 32, "window": 64, "keys": "channel", "streaming_format": form}
@@ -229,32 +206,6 @@ def test_impossible_entries_are_refused(change, message):
     base = tiny_source("llama").config
     with pytest.raises(ValueError, match=message):
         SurgeryConfig.from_base(base, [hybrid_entry(1, [0, 1]) | change, None])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"streaming": {"blocks": [0, 1], "sinks": 1, "recent": 4}}, "must hold keys and values of the same heads"),
-        ({"streaming": {"blocks": [0, 3, 4], "sinks": 1, "recent": 4}}, "must be distinct indices below"),
-        ({"streaming": {"blocks": [], "sinks": 1, "recent": 4}}, "must be distinct indices below"),
-        ({"streaming": {"sinks": 1, "recent": 4}}, "missing 1 required .*'blocks'"),
-        ({"streaming": {"blocks": [0, 3], "sinks": 1, "recent": 0}}, "recent must be at least 1"),
-        ({"window": 2}, "not supported with window or shared_layers"),
-    ],
-)
-def test_impossible_streaming_blocks_are_refused(change, message):
-    base = tiny_source("llama").config
-    entry = own.streaming_blocks_entries()[0] | change
-    with pytest.raises(ValueError, match=message):
-        SurgeryConfig.from_base(base, [entry, entry])
-
-
-def test_latents_that_stream_are_not_handed_on():
-    first = own.streaming_blocks_entries()[1]
-    second = {key: value for key, value in first.items() if key != "streaming"}
-    second |= {"shared_layers": 1, "shared_rank": first["blocks"][0]["rank"]}
-    with pytest.raises(ValueError, match="may not count layers with streaming blocks"):
-        SurgeryConfig.from_base(tiny_source("llama").config, [first, second])
 
 
 def test_streams_of_a_share_of_layers():

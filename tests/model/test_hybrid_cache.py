@@ -17,10 +17,8 @@ from surgery.model.hybrid_cache import HybridLayer, StreamingLayer
 from surgery.model.left_padding import LeftPadding, set_padding
 from surgery.model.plain_cache import PlainLayer
 from surgery.model.sink_window_cache import SinkWindowLayer
-from surgery.model.token_codes import TokenCodes
 
 INT8 = {"format": "int8", "group": 8, "window": 4, "keys": "channel"}
-FORMATS = ("int8", "int4", "int3", "int2", "fp8")
 
 
 def hybrid(family="llama", **overrides) -> SurgeryForCausalLM:
@@ -35,18 +33,10 @@ def full_and_stock(**overrides) -> SurgeryForCausalLM:
 MODELS = {
     "hybrid": hybrid,
     "hybrid, int8": partial(hybrid, kv_cache=INT8),
-    "hybrid, fp8": partial(hybrid, kv_cache=INT8 | {"format": "fp8"}),
-    "hybrid, int8 and int4": partial(hybrid, kv_cache=INT8 | {"streaming_format": "int4"}),
     "hybrid, int8 and int2": partial(hybrid, kv_cache=INT8 | {"streaming_format": "int2", "group": 4}),
     "full and stock": full_and_stock,
     "latent": lambda: own.lossless_streaming_latent(tiny_source("qwen3"), 2, 9),
-    "latent, int4": lambda: own.lossless_streaming_latent(
-        tiny_source("llama"), 2, 9, kv_cache=INT8 | {"format": "int4", "keys": "token"}
-    ),
     "low rank": lambda: own.lossless_low_rank(tiny_source("llama"), own.streaming_blocks_entries(2, 9)),
-    "low rank, int8": lambda: own.lossless_low_rank(
-        tiny_source("llama"), own.streaming_blocks_entries(2, 9), kv_cache=INT8 | {"keys": "token"}
-    ),
     # What `kv_peak_bytes` predicts as well.
     "window": lambda: own.lossless_window(tiny_source("llama")),
     "low rank alone": lambda: own.lossless_low_rank(tiny_source("llama"), kv_cache=INT8 | {"keys": "token"}),
@@ -248,30 +238,3 @@ def test_what_was_dropped_is_the_mean_of_what_is_not_seen(sinks, recent, sizes):
                 torch.testing.assert_close(dropped.keys[row, 0, query - first], mean)
                 torch.testing.assert_close(dropped.values[row, 0, query - first], -mean)
         first += size
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("width", "group"), [(8, 32), (64, 16), (33, 32), (80, 32), (5, 2), (0, 32)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_come_back_from_their_codes(form, width, group, dtype):
-    numbers = torch.randn(2, 3, 11, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    codes = TokenCodes(form, group)
-    encoded = codes.encode(numbers)
-    assert encoded[0].dtype == torch.uint8 and encoded[1].dtype == dtype
-    assert tuple(part.shape[-1] for part in encoded) == codes.widths(width)
-    decoded = codes.decode(*encoded, width)
-    assert decoded.dtype == dtype and decoded.shape == numbers.shape
-    steps = {"int8": 2 / 255, "int4": 2 / 15, "int3": 2 / 7, "int2": 2 / 3, "fp8": 1 / 8}[form]
-    if width:
-        spread = numbers.float().abs().amax()
-        assert (decoded.float() - numbers.float()).abs().max() <= spread * (steps / 2 + 0.02)
-    for one, all_of_them in zip(codes.encode(numbers[:, :, 3:4]), encoded, strict=True):
-        assert torch.equal(one, all_of_them[:, :, 3:4]), "codes are a function of their token"
-
-
-@pytest.mark.parametrize("arguments", [("int5", 32), ("int4", 0)])
-def test_impossible_codes_are_refused(arguments):
-    with pytest.raises(ValueError):
-        TokenCodes(*arguments)
-    with pytest.raises(ValueError):
-        hybrid(kv_cache=INT8 | {"streaming_format": "int5"})

@@ -63,34 +63,6 @@ def test_without_a_cache_attention_reads_what_one_would_give(make):
 
 
 @each_model
-def test_training_reads_exact_keys_and_values(make):
-    model = make(kv_cache=INT4)
-    agree(model.train()(tokens(), use_cache=False).logits, make()(tokens()).logits)
-
-
-@pytest.mark.parametrize(
-    ("make", "kv_cache"), [(plain, INT8), *((make, WINDOW) for make in MODELS.values())], ids=["int8", *MODELS]
-)
-def test_generates_in_all_modes(make, kv_cache):
-    model = make(kv_cache=kv_cache)
-    prompt = tokens()
-    mask = torch.ones_like(prompt)
-    mask[1, :3] = prompt[1, :3] = 0
-    common = {"attention_mask": mask, "max_new_tokens": 3, "min_new_tokens": 3}
-    greedy = model.generate(prompt, **common, do_sample=False, return_dict_in_generate=True)
-    assert type(greedy.past_key_values.layers[0]) is QuantizedKVLayer
-    assert cache_bytes(greedy.past_key_values) == model.kv_cache_bytes(2, 14)
-    by_hand = Cache(layers=model.cache_layers())
-    again = make().generate(prompt, **common, do_sample=False, past_key_values=by_hand)
-    assert torch.equal(greedy.sequences, again)
-    assert model.generate(prompt, **common, do_sample=True).shape == (2, 15)
-    assert model.generate(prompt, **common, num_beams=3, num_return_sequences=2, do_sample=False).shape == (4, 15)
-    chunked = model.generate(prompt, **common, do_sample=False, prefill_chunk_size=5, disable_compile=True)
-    assert chunked.shape == (2, 15)
-    assert model.generate(prompt, **common, do_sample=False, use_cache=False).shape == (2, 15)
-
-
-@each_model
 def test_caches_of_others_are_refused(make):
     model = make(kv_cache=INT4)
     filled = make()(tokens()).past_key_values
@@ -100,20 +72,6 @@ def test_caches_of_others_are_refused(make):
             model(tokens(), past_key_values=cache)
     with pytest.raises(SurgeryError, match="of its own"):
         quantize_kv(model, "int8")
-
-
-@pytest.mark.parametrize(
-    ("kv_cache", "message"),
-    [
-        ({"format": "int4"}, "kv_cache has keys"),
-        (INT4 | {"format": "int5"}, "int5"),
-        (INT4 | {"group": 1}, "multiple of 2"),
-        (INT4 | {"keys": "head"}, "'head'"),
-    ],
-)
-def test_impossible_settings_are_refused(kv_cache, message):
-    with pytest.raises(ValueError, match=message):
-        plain(kv_cache=kv_cache)
 
 
 def test_layers_with_a_window_are_refused():

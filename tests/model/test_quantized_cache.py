@@ -237,18 +237,10 @@ def test_the_latent_of_stock_deepseek_v3_is_quantized():
 
 
 SPANS = (("int8", 5), ("int4", 4), ("int3", 3), ("int2", 4))
-MIXED = {
-    "sinks": {"sinks": 3},
-    "values as they are": {"value_format": "exact"},
-    "values in other bits": {"value_format": "int2"},
-    "spans": {"spans": SPANS},
-    "all of them": {"sinks": 3, "value_format": "int8", "spans": SPANS, "window": 9},
-}
 
 
-@pytest.mark.parametrize("keys", ["channel", "token"])
-@pytest.mark.parametrize("more", MIXED.values(), ids=list(MIXED))
-def test_caches_of_several_formats(more, keys):
+@pytest.mark.parametrize("more", [{"value_format": "exact"}, {"sinks": 3, "spans": SPANS, "window": 9}])
+def test_caches_of_several_formats(more, keys="token"):
     """Compare with caches of one format, of the same tokens and channels; bytes are those predicted."""
     layer = QuantizedKVLayer("int4", 16, keys=keys, **more)
     tokens, size = 70, {"batch": 2, "heads": 3, "key_dim": 16, "value_dim": 16, "dtype": torch.float32}
@@ -278,13 +270,6 @@ def test_caches_of_several_formats(more, keys):
     assert layer.get_seq_length() == 0
 
 
-def test_spans_of_other_channels_are_refused():
-    with pytest.raises(ValueError, match="16 channels, but tokens have 12"):
-        QuantizedKVLayer("int4", 16, spans=SPANS).update(states(dim=12), states(dim=12))
-    with pytest.raises(ValueError, match="int5"):
-        QuantizedKVLayer("int4", spans=(("int5", 4),))
-
-
 @integers
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_a_clipped_range_leaves_no_group_a_larger_error(form, dim):
@@ -299,11 +284,3 @@ def test_a_clipped_range_leaves_no_group_a_larger_error(form, dim):
     plain, clipped = error(False), error(True)
     assert (clipped <= plain * (1 + 1e-5)).all()
     assert form != "int2" or clipped.sum() < 0.75 * plain.sum()
-
-
-def test_a_layer_with_clipped_codes_has_the_bytes_of_one_without():
-    plain, clipped = QuantizedKVLayer("int2", 16), QuantizedKVLayer("int2", 16, clip=True)
-    whole = [layer.update(states(), states(seed=1)) for layer in (plain, clipped)]
-    assert cache_bytes([plain]) == cache_bytes([clipped])
-    assert torch.equal(whole[0][1], whole[1][1]) and not torch.equal(whole[0][0], whole[1][0])
-    assert clipped.settings() == QuantizedKVLayer(*clipped.settings()).settings() != plain.settings()
