@@ -10,8 +10,9 @@ from surgery.acceleration.accelerate import Acceleration
 from surgery.bench import models as bench_models
 from surgery.bench.cache import filled_cache, is_steady
 from surgery.bench.decode import DecodeSettings, _against_source, measure_decoding
+from surgery.bench.kernels import KernelRequest, measure_kernels
 from surgery.common.errors import SurgeryError
-from surgery.console.bench import show_decoding
+from surgery.console.bench import show_decoding, show_kernels
 from surgery.eval.kv_cache import cache_bytes
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -128,3 +129,19 @@ def test_what_cannot_be_measured_is_refused():
         measure_decoding(["gpt5"], DecodeSettings((8,), (1,)), CPU)
     with pytest.raises(SurgeryError, match="--to mqx: unknown; choose from mla"):
         measure_decoding(["tiny"], DecodeSettings((8,), (1,), structures=("mqx",)), CPU)
+
+
+def test_kernels_without_a_gpu(tmp_path, capsys):
+    request = KernelRequest(operations="mla_decode", contexts="40", batches="2", device="cpu")
+    record, path = measure_kernels(request, tmp_path)
+    assert path == tmp_path / "kernels.json" and path.exists()
+    show_kernels(record, path)
+    output = capsys.readouterr().out
+    assert "correct" in output and "not timed on the cpu device" in output, output
+    for wrong, message in (
+        ({"operations": "mla"}, "unknown operation"),
+        ({"contexts": "8x"}, "--contexts"),
+        ({"dtype": "int8"}, "--dtype int8"),
+    ):
+        with pytest.raises(SurgeryError, match=message):
+            measure_kernels(KernelRequest(device="cpu", **wrong), tmp_path)

@@ -22,7 +22,7 @@ QUICK = [
 ]  # fmt: skip
 
 
-PARTS = {"bench": ("decode",)}
+PARTS = {"bench": ("kernels", "decode")}
 VERBS = [[verb] for verbs in cli.COMMANDS.values() for verb in verbs if verb not in PARTS]
 VERBS += [[verb, part] for verb, parts in PARTS.items() for part in parts]
 

@@ -19,6 +19,7 @@ PLAIN = {
     "heal --dry-run": ("final_learning_rate", "teacher_logits", "teacher_top_k"),
     "plan": ("mixtures", "refine"),
     "inspect": ("gpu",),
+    "bench kernels": ("tune", "tuned", "quick"),
 }
 """Options by the command that had them."""
 LINES = {name: [*verb.split(), f"--{name.replace('_', '-')}=1"] for verb, names in PLAIN.items() for name in names}

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from gpu_steps import ROOT, STEPS
+from gpu_run import RESULTS
+from gpu_steps import ROOT
 
 from surgery.common.errors import SurgeryError
-from surgery.common.human import size
+from surgery.common.human import duration, size
 
-RUN = "run.json"
 SCHEMA = 1
 FOLDER = ROOT / "docs" / "gpu"
 PAGES = ("README.md", "docs/kernels.md", "docs/benchmarks.md")
@@ -26,14 +25,14 @@ MARK = re.compile(r"(<!-- made by tools/gpu\.py: (\w+) -->\n).*?(<!-- end -->)",
 NOTHING = "Nothing was measured on a GPU yet.\n"
 
 
-def merge(results: Path) -> None:
+def merge(results: list[Path]) -> None:
     """Write docs/gpu/DATE-DEVICE.json and update the pages.
 
-    Raises SurgeryError: not the folder of a run, no rows, or only those of a rehearsal.
+    Raises SurgeryError: no rows, or only those of a rehearsal.
     """
-    report = report_of(results)
+    report = report_of(_lines(results))
     if report["tiny"]:
-        raise SurgeryError(f"{results}: was run with --tiny; run it without --tiny for a report")
+        raise SurgeryError(f"{results[0]}: was run with --tiny; run it without --tiny for a report")
     FOLDER.mkdir(exist_ok=True)
     device = re.sub(r"[^a-z0-9]+", "-", report["device"]["name"].lower()).strip("-")
     path = FOLDER / f"{report['created'][:10]}-{device}.json"
@@ -42,37 +41,34 @@ def merge(results: Path) -> None:
     write_pages(report)
 
 
-def report_of(results: Path) -> dict[str, Any]:
-    """Return what a run recorded: command, commit, device and versions, and the rows of each step.
+def report_of(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Collect the rows of runs on one machine by step, with device, versions, commit and commands.
 
-    Raises SurgeryError: not the folder of a run, or no rows.
+    Raises SurgeryError: no rows.
     """
-    if not (results / RUN).is_file():
-        raise SurgeryError(f"{results / RUN}: no such file; pass the folder that tools/gpu.py run wrote")
-    report = {"schema": SCHEMA, **json.loads((results / RUN).read_text(encoding="utf-8"))}
-    for step in STEPS:
-        if step.name in report["steps"]:
-            report["steps"][step.name]["rows"] = _rows_of(results / step.rows)
-    if not any(step["rows"] for step in report["steps"].values()):
-        raise SurgeryError(f"{results}: has no rows; run tools/gpu.py run again")
-    first = next(iter(_rows(report, "facts")), {})
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "created": "",
+        "commit": None,
+        "tiny": False,
+        "commands": [],
+        "steps": {},
+    }
+    for line in lines:
+        if line.get("event") == "run":
+            report |= {"created": line["at"], "commit": line["commit"], "tiny": report["tiny"] or line["tiny"]}
+            report["commands"].append(line["command"])
+        elif "step" in line:
+            step = report["steps"].setdefault(line["step"], {"rows": []})
+            if "row" in line:
+                step["rows"].append(line["row"])
+            else:
+                step |= {name: line[name] for name in ("code", "seconds", "cut", "programs", "why") if name in line}
+    rows = [row for step in report["steps"].values() for row in step["rows"]]
+    if not rows:
+        raise SurgeryError(f"{RESULTS}: has no rows; pass the folder that tools/gpu.py run wrote")
+    first = next((row for row in report["steps"].get("facts", {"rows": []})["rows"]), {})
     return {**report, "device": first.get("device", {"name": "unknown"}), "versions": first.get("packages", {})}
-
-
-def _rows_of(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a step's file; none if it does not exist."""
-    if not file.exists():
-        return []
-    if file.suffix == ".json":
-        return json.loads(file.read_text(encoding="utf-8"))["rows"]
-    return [_test(case) for case in ElementTree.parse(file).iter("testcase")]
-
-
-def _test(case: ElementTree.Element) -> dict[str, Any]:
-    """Return the row of a test in pytest's XML."""
-    kinds = {child.tag for child in case}
-    outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-    return {"test": f"{case.get('classname')}::{case.get('name')}", "outcome": outcome, "seconds": case.get("time")}
 
 
 def newest() -> dict[str, Any] | None:
@@ -126,7 +122,12 @@ def kernels(report: dict[str, Any]) -> str:
 
 def decoding(report: dict[str, Any]) -> str:
     """Return the table of tokens per second and peak memory of whole models."""
-    rows = [row for name in ("decode-rows", "decode") for row in _rows(report, name) if "tokens_per_second" in row]
+    rows = [
+        row
+        for name in ("decode-rows", "decode", "decode-model")
+        for row in _rows(report, name)
+        if "tokens_per_second" in row
+    ]
     table = [
         (
             row["model"],
@@ -142,7 +143,7 @@ def decoding(report: dict[str, Any]) -> str:
         for row in rows
     ]
     heads = ("model", "form", "kernels", "batch", "context", "tokens/s", "step", "step in a graph", "peak memory")
-    return f"{_where(report)}\n\n{_table(heads, table)}"
+    return f"{_where(report)}\n\n{_table(heads, table)}{_conversions(report)}{_healing(report)}"
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -192,6 +193,29 @@ def _tests(report: dict[str, Any]) -> str:
     )
 
 
+def _conversions(report: dict[str, Any]) -> str:
+    lines = [
+        f"Conversion of {row['layers']} layers of a {row['shape']} shape to MLA, {row['calibration_tokens']:,} "
+        f"calibration tokens: {duration(row['seconds'])}; projected for all layers: "
+        f"{duration(row['projected_seconds_of_all_layers'])}."
+        for row in _rows(report, "convert-shape")
+    ]
+    return "".join(f"\n{line}\n" for line in lines)
+
+
+def _healing(report: dict[str, Any]) -> str:
+    held_out = [row for row in _rows(report, "heal") if row.get("event") == "held_out"]
+    steps = [row for row in _rows(report, "heal") if row.get("event") == "step"]
+    if len(held_out) < 2 or not steps:
+        return ""
+    first, last = held_out[0], held_out[-1]
+    return (
+        f"\nHealing of the small real model as MLA at a quarter, {last['tokens']:,} tokens at "
+        f"{steps[-1]['tokens_per_second']:,.0f} tokens/s: cross-entropy {first['cross_entropy']:.4f} → "
+        f"{last['cross_entropy']:.4f} (source {last['teacher_cross_entropy']:.4f}).\n"
+    )
+
+
 def _speedup(row: dict[str, Any]) -> float | None:
     """Return the speedup over the source's attention; a report of 2026-11-27 compares with a kernel as fast as SDPA."""
     return row.get("speedup_over_source", row.get("speedup_over_gqa_decode"))
@@ -207,3 +231,15 @@ def _best_library(row: dict[str, Any]) -> str:
 
 def _rows(report: dict[str, Any], step: str) -> list[dict[str, Any]]:
     return report["steps"].get(step, {"rows": []})["rows"]
+
+
+def _lines(results: Iterable[Path]) -> list[dict[str, Any]]:
+    lines = []
+    for result in results:
+        path = result / RESULTS if result.is_dir() else result
+        if not path.is_file():
+            raise SurgeryError(f"{path}: no such file; pass the folder that tools/gpu.py run wrote")
+        # The last line may have been cut short.
+        text = path.read_text(encoding="utf-8")
+        lines += [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return lines

@@ -32,7 +32,9 @@ class Model:
 
 
 MODELS = {
+    "llama2-7b": Model(32, 32, 128),
     "llama3-8b": Model(32, 8, 128),
+    "qwen2.5-7b": Model(28, 4, 128),
     "smollm2": Model(9, 3, 64),
     "tiny": Model(4, 2, 32),
 }

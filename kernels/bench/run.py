@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from surgery.kernels.backend import interpreted
 from surgery.kernels.bench import gate as gates
 from surgery.kernels.bench.case import Case, Inputs
 from surgery.kernels.bench.measure import Timing, ceilings, device_facts, sets_needed, time_calls
@@ -28,27 +29,26 @@ ROOM = 0.45
 class Bench:
     """Benchmark run over cases; after ``seconds`` no further one starts, and without ``out`` no record is written.
 
-    ``say`` receives one line per case.
+    ``baselines``: check and time other implementations, on a GPU only; ``say`` receives one line per case.
     """
 
     device: torch.device
     out: Path | None = None
     seconds: float = float("inf")
+    baselines: bool = True
     say: Callable[[str], Any] = field(default=lambda line: print(line, file=sys.stderr, flush=True))
     record: dict = field(default_factory=dict)
 
-    def run(self, cases: Iterable[Case]) -> dict:
-        """Run all cases and return the record as written: device, versions, ceilings, and a row per case.
-
-        Without a GPU only results are checked.
-        """
+    def run(self, cases: Iterable[Case], command: str = "") -> dict:
+        """Run all cases and return the record as written: device, versions, ceilings, and a row per case."""
         began = time.monotonic()
         self.record = {
             "schema": SCHEMA,
+            "command": command,
             "device": device_facts(self.device),
             "versions": versions(),
             "ceilings": ceilings(self.device) if self.timed else None,
-            "note": None,
+            "note": None if self.timed else no_speed(self.device),
             "rows": [],
         }
         for case in cases:
@@ -84,14 +84,16 @@ class Bench:
         if size > ROOM * free:
             return {**row, "skipped": f"inputs need {size / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"}
         inputs = case.inputs(self.device, seed=0)
-        gate = gates.check(case, inputs, baselines=self.timed)
+        gate = gates.check(case, inputs, baselines=self.baselines and self.timed)
         row["gate"] = gate.to_dict()
         if not gate.passed or not self.timed:
             return row
         sets = [inputs, *(case.inputs(self.device, seed) for seed in range(1, sets_needed(size, self.device)))]
         row |= _measured(case, time_calls([_bound(case.run, one) for one in sets], self.device))
         row |= _shares(row, self.record["ceilings"])
-        return {**row, "baselines": self._baselines(case, sets, gate)}
+        if self.baselines:
+            row["baselines"] = self._baselines(case, sets, gate)
+        return row
 
     def _baselines(self, case: Case, sets: list[Inputs], gate: gates.Gate) -> dict:
         measured = {}
@@ -123,6 +125,12 @@ def versions() -> dict:
     except ImportError:
         return {**versions_of, "triton": None}
     return {**versions_of, "triton": triton.__version__}
+
+
+def no_speed(device: torch.device) -> str:
+    """Return the note that explains why nothing is timed on this device."""
+    how = "in Triton's interpreter" if interpreted() else "as PyTorch references"
+    return f"not timed on the {device.type} device: operators ran {how}, and only their results were checked"
 
 
 def _case_fields(case: Case) -> dict:

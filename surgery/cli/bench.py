@@ -1,4 +1,4 @@
-"""``surgery bench``: the benchmark of decoding."""
+"""``surgery bench``: benchmarks of kernels and decoding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from surgery.bench.settings import KernelRequest
 from surgery.cli.commands import CommandGroup
+from surgery.cli.generated import OptionValues, with_settings
 from surgery.cli.options import DeviceOption, JsonOption, command_line, flag, option
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import check_file
@@ -22,6 +24,37 @@ LimitOption = Annotated[
 ]
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = {"both": (False, True), "stock": (False,), "ours": (True,)}
+
+
+def bench_kernels(
+    options: OptionValues,
+    out: OutOption = Path("surgery-bench"),
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every kernel against float64, then time it next to the GPU's limits and PyTorch's kernels.
+
+    Kernels that fail the check are not timed. Without a GPU only correctness is checked, at tiny shapes. The exit code
+    is 1 if a kernel fails.
+
+    Examples:
+
+        surgery bench kernels --shapes llama3-8b --contexts 8k,128k --batches 1,32
+
+        surgery bench kernels --operations mla_decode --no-baselines
+    """
+    from surgery.bench.kernels import measure_kernels
+    from surgery.console.bench import show_kernels
+
+    request = KernelRequest(**options.of(KernelRequest))
+    check_file(out / "kernels.json", overwrite=overwrite)
+    record, path = measure_kernels(request, out, command_line())
+    show_kernels(record, path, as_json=as_json)
+    if any(not row["gate"]["passed"] for row in record["rows"] if "gate" in row):
+        raise typer.Exit(1)
+
+
+bench.command("kernels")(with_settings(bench_kernels, {"kernels": KernelRequest}))
 
 
 @bench.command("decode")
@@ -67,12 +100,13 @@ def bench_decode(
     check_file(path, overwrite=overwrite)
 
     from surgery.bench.decode import DecodeSettings, measure_decoding
+    from surgery.bench.kernels import sizes
     from surgery.console.bench import show_decoding
     from surgery.running.source import checked_device
 
-    rows = tuple(None if word.strip() == "max" else _number(word, "--batches") for word in batches.split(","))
+    rows = tuple(None if word.strip() == "max" else sizes(word, "--batches")[0] for word in batches.split(","))
     settings = DecodeSettings(
-        tuple(_number(word, "--contexts") for word in contexts.split(",")),
+        tuple(sizes(contexts, "--contexts")),
         rows,
         rank,
         rope_dim,
@@ -85,14 +119,6 @@ def bench_decode(
         models, settings, checked_device(device or "auto"), out=path, command=command_line(), say=_say
     )
     show_decoding(record, path, as_json=as_json)
-
-
-def _number(word: str, option: str) -> int:
-    """Parse a size such as 8 or 32k; k stands for 1024. Raises SurgeryError: no positive integer."""
-    digits = word.strip().lower().removesuffix("k")
-    if not digits.isdigit() or int(digits) < 1:
-        raise SurgeryError(f"{option}: {word.strip()!r} is not a positive integer such as 8 or 32k")
-    return int(digits) * (1 if word.strip().isdigit() else 1024)
 
 
 def _say(line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ROWS = "every channel has its own scale, from calibration text: leave it out"
+TUNED = "the best configuration was as fast as the default on an H100: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 HEADS = "all layers keep as many KV heads; --to lowrank and --to mla allocate ranks by layer"
 FAMILY = "the result has the class of its source: leave it out; existing checkpoints still load"
@@ -45,7 +46,9 @@ REMOVED = {
     "ruler_samples": RULER,
     "ruler_tasks": RULER,
     "ruler_floor": RULER,
-    "bench kernels": "use surgery bench decode, or python tools/gpu.py run --steps kernels from a checkout of the code",
+    "quick": "choose what to measure: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
+    "tune": TUNED,
+    "tuned": TUNED,
     "bench convert": "surgery convert prints its time and peak memory; tools/scale.py creates random weights",
     "peak_tflops": "a dry run measures the speed of this machine; run it on the machine of the training",
     "utilization": "a dry run measures the speed of this machine; run it on the machine of the training",

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from surgery.kernels.bench import libraries
 from surgery.kernels.bench.case import Baseline, Case, CaseFields, Inputs, generator, random
-
-BACKENDS = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "Flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 
 
 @dataclass(frozen=True)
@@ -52,21 +46,12 @@ class SDPA(Case):
         }
 
     def run(self, inputs: Inputs) -> Tensor:
-        query = inputs["query"].transpose(1, 2)
-        out = scaled_dot_product_attention(query, inputs["key"], inputs["value"], scale=self.scale, enable_gqa=True)
-        return out.transpose(1, 2)
+        return scaled_dot_product_attention(*_arguments(inputs), scale=self.scale, enable_gqa=True).transpose(1, 2)
 
     def baselines(self) -> dict[str, Baseline]:
-        return {f"SDPA {name}": lambda inputs, name=name: self._pinned(inputs, name) for name in BACKENDS}
+        flex = {"FlexAttention": lambda inputs: libraries.flex(*_arguments(inputs), self.scale)}
+        return libraries.all_sdpa(_arguments, self.scale) | flex
 
-    def _pinned(self, inputs: Inputs, backend: str) -> Callable[[], Tensor]:
-        """Return a call with a single backend."""
-        if backend == "efficient":  # no GQA support, so expand the KV heads
-            repeat = self.shape.heads // self.shape.kv_heads
-            inputs = inputs | {name: inputs[name].repeat_interleave(repeat, 1) for name in ("key", "value")}
 
-        def call() -> Tensor:
-            with sdpa_kernel(BACKENDS[backend]):
-                return self.run(inputs)
-
-        return call
+def _arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    return inputs["query"].transpose(1, 2), inputs["key"], inputs["value"]

@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from surgery.kernels.bench import gate
+from surgery.kernels.bench import gate, libraries
+from surgery.kernels.bench.case import MODELS
 from surgery.kernels.bench.registry import OPERATIONS, cases
+from surgery.kernels.bench.sizes import DEFAULTS, TINY, numbers
 
 CPU = torch.device("cpu")
-TINY_CASES = cases(OPERATIONS, ["tiny"], [63], [3], torch.float32)
+TINY_CASES = cases(OPERATIONS, ["tiny"], [63], [3], [torch.float32])
 BY_HAND = {
     # cached bytes, FLOPs of the products, at 1 x 1024 tokens of bf16
     "mla_decode": (1024 * 576 * 2, 2 * 1024 * 32 * (2 * 512 + 64)),
@@ -20,7 +22,7 @@ BY_HAND = {
 
 
 def first(operation, model="llama3-8b", context=1024, batch=1, dtype=torch.bfloat16):
-    return cases([operation], [model], [context], [batch], dtype)[0]
+    return cases([operation], [model], [context], [batch], [dtype])[0]
 
 
 @pytest.mark.parametrize("operation", BY_HAND)
@@ -45,11 +47,12 @@ def test_libraries_compute_the_same(operation):
     assert result.to_dict()["times_best_library"] > 0
 
 
-def test_sdpa_backends_that_there_are_not_are_named_with_their_reason():
+def test_sdpa_backends_that_there_are_not_are_named_with_their_reason(monkeypatch):
+    monkeypatch.setattr(libraries, "flex", lambda *inputs: 1 / 0)  # compiles
     case = first("sdpa", "tiny", 40, 1, torch.float32)
     result = gate.check(case, case.inputs(CPU, 0))
     assert result.passed
-    assert set(result.refused) | set(result.library_errors) == {"SDPA cuDNN", "SDPA Flash", "SDPA efficient"}
+    assert set(result.refused) | set(result.library_errors) == {"FlexAttention", *libraries.all_sdpa(None, 1.0)}
     assert "SDPA cuDNN" in result.refused
 
 
@@ -95,7 +98,19 @@ def test_worse_than_twice_the_best_library_does_not_pass():
 
 
 def test_operations_take_turns_and_the_largest_come_first():
-    result = cases(["mla_decode", "sdpa"], ["llama3-8b"], [1024, 4096], [1, 8], torch.bfloat16)
+    result = cases(["mla_decode", "sdpa"], ["llama3-8b"], [1024, 4096], [1, 8], [torch.bfloat16])
     assert [case.operation for case in result[:4]] == ["mla_decode", "sdpa"] * 2
     sizes = [case.batch * case.context for case in result if case.operation == "sdpa"]
     assert sizes == sorted(sizes, reverse=True)
+    for plan in (DEFAULTS, TINY):
+        assert set(plan.models) <= set(MODELS)
+
+
+def test_unknown_names_and_sizes():
+    with pytest.raises(ValueError, match="unknown operation 'mla'; choose from lowrank_decode, "):
+        cases(["mla"], ["tiny"], [8], [1], [torch.float32])
+    with pytest.raises(ValueError, match="unknown shape 'gpt'"):
+        cases(["mla_decode"], ["gpt"], [8], [1], [torch.float32])
+    assert numbers("8k,100, 2K") == [8192, 100, 2048]
+    with pytest.raises(ValueError, match="'8x'"):
+        numbers("8x")
