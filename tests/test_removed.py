@@ -14,8 +14,9 @@ PLAIN = {
     "convert --to mla": ("hadamard", "rope_bits"),
     "convert --to hybrid": ("streaming_bits", "granularity", "heads_multiple"),
     "eval": ("ruler_floor", "repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes"),
-    "heal": ("peak_tflops", "utilization", "orthogonal", "train_patterns", "patience"),
-    "heal --dry-run": ("final_learning_rate", "teacher_logits", "teacher_top_k"),
+    "heal": ("peak_tflops", "utilization", "orthogonal", "train_patterns", "patience", "attention", "lora_modules"),
+    "heal --dry-run": ("final_learning_rate", "spike", "weight_decay", "log_every", "evaluate_every", "evaluate_tasks"),
+    "heal builtin": ("evaluate_data", "evaluate_limit"),
     "plan": ("mixtures", "refine"),
     "inspect": ("gpu",),
     "bench kernels": ("tune", "tuned", "quick"),
@@ -42,7 +43,10 @@ LINES |= {
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
     "variants mean-pool": ["eval", "builtin", "--variants", "int8,mean-pool"],
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
-    "attention surgery": ["heal", "builtin", "--attention", "surgery"],
+    "balanced": ["heal", "builtin", "--no-balanced"],
+    "compile": ["heal", "builtin", "--compile"],
+    "train new": ["heal", "builtin", "--train", "new"],
+    "data format": ["heal", "builtin", "--config", "{file}"],
     "launcher zero3": ["heal", "builtin", "--launcher", "zero3"],
     "stream": ["heal", "builtin", "--config", "{file}"],
     "data chat": ["eval", "builtin", "--data", "chat"],
@@ -64,7 +68,8 @@ def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, mon
     text = f"tasks: ruler\nruler_tasks: {name.partition(' ')[2] or None}\n"
     command, _, removed = name.partition(" ")
     text = f"objective: {{kl: 1, {removed}: 0.5}}\n" if command == "objective" else text
-    file.write_text("data: [{source: org/name, stream: true}]\n" if name == "stream" else text)
+    key = {"stream": "stream: true", "data format": "format: chat"}.get(name)
+    file.write_text(f"data: [{{source: org/name, {key}}}]\n" if key else text)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ Both losses are means over positions, in nats, computed in fp32 (fp64 for fp64 h
 
 Gradients reach the student's hidden states and its head. Against the top-k tokens of a teacher (`top_k.TopK`), KL
 compares distributions over k + 1 outcomes: the k tokens and "any other". This is a lower bound of the divergence over
-the vocabulary, by the data processing inequality, and equals it for k = V.
+the vocabulary, by the data processing inequality.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 import torch
-from torch import BoolTensor, LongTensor, Tensor
+from torch import LongTensor, Tensor
 from torch.nn.functional import cross_entropy as token_cross_entropy
 from torch.nn.functional import log_softmax
 
@@ -69,11 +69,6 @@ class ObjectiveWeights(FileSettings):
 PARTS = tuple(each.name for each in fields(ObjectiveWeights))
 
 
-def predicting(labels: LongTensor) -> BoolTensor:
-    """Return the mask [B, T - 1] of predicting positions: true at t if ``labels`` [B, T] have a token at t + 1."""
-    return labels[:, 1:] != -100
-
-
 def logit_losses(
     weights: ObjectiveWeights,
     student: States,
@@ -92,22 +87,18 @@ def logit_losses(
         positions: divisor of the sums; None for N. To weigh all positions of a global batch equally, pass their number
             divided by the number of gradients that are averaged (processes times accumulated batches).
 
-    Raises SurgeryError: vocabulary sizes or numbers of positions differ, or an input is missing.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
-    if weights.cross_entropy and targets is None:
-        raise SurgeryError("cross_entropy needs targets: pass the next tokens")
     if not names:
         return {}
     vocabulary, count = student.vocabulary(), len(student.hidden)
     columns = {"hidden": student.hidden}
-    if weights.needs_teacher:
-        columns |= _teacher_columns(teacher, vocabulary, student.hidden.device)
+    if weights.needs_teacher and isinstance(teacher, TopK):
+        columns |= teacher.tensors()
+    elif weights.needs_teacher:
+        columns["teacher"] = teacher.hidden.detach()
     if weights.cross_entropy:
-        columns["targets"] = targets.to(student.hidden.device)
-    if any(len(column) != count for column in columns.values()):
-        sizes = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
-        raise SurgeryError(f"numbers of positions differ between student, teacher and targets: {sizes}")
+        columns["targets"] = targets
 
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
@@ -124,33 +115,9 @@ def logit_losses(
 
 
 def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted sum of scalar losses with gradients, and the unweighted losses, detached.
-
-    Raises SurgeryError: a loss with a nonzero weight is missing.
-    """
-    missing = [name for name in weights.parts() if name not in parts]
-    if missing:
-        raise SurgeryError(f"no loss was computed for {', '.join(missing)}: set its weight to 0 or pass its inputs")
+    """Return the weighted sum of scalar losses with gradients, and the unweighted losses, detached."""
     total = torch.stack([getattr(weights, name) * parts[name].float() for name in weights.parts()]).sum()
     return total, {name: part.detach() for name, part in parts.items()}
-
-
-def _teacher_columns(teacher: Teacher | None, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the teacher's per-position tensors by name, to be chunked with the student's.
-
-    Raises SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
-    """
-    if teacher is None:
-        raise SurgeryError("kl needs a teacher: set teacher or teacher_logits")
-    is_kept = isinstance(teacher, TopK)
-    size = teacher.vocabulary if is_kept else teacher.vocabulary()
-    if size != vocabulary:
-        raise SurgeryError(
-            f"vocabulary sizes differ: student {vocabulary}, teacher {size}; use a teacher with the same vocabulary"
-        )
-    if not is_kept:
-        return {"teacher": teacher.hidden.detach()}
-    return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
 
 
 def _divergence(logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]) -> Tensor:

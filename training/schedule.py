@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,7 @@ class Position:
     Attributes:
         seconds: training time over all resumed runs, without measurements, which are in `measuring_seconds`.
         step_seconds: part of `seconds` inside steps.
-        recent: last losses, with which a spike is compared; `recent_nested`: the same by share of latents.
-        spikes: consecutive steps that were skipped as spikes.
         best_held_out, best_step: lowest loss by `Loop.judge`, the mean over all shares with nested ranks, and its step.
-        evaluations: results of evaluations, each with its step and tokens; see `evaluations.headline`.
     """
 
     step: int = 0
@@ -55,9 +51,6 @@ class Position:
     seconds: float = 0.0
     step_seconds: float = 0.0
     measuring_seconds: float = 0.0
-    recent: list[float] = field(default_factory=list)
-    recent_nested: dict[str, list[float]] = field(default_factory=dict)
-    spikes: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
     first_held_out: dict[str, float] = field(default_factory=dict)
@@ -65,4 +58,3 @@ class Position:
     best_held_out: float | None = None
     best_step: int | None = None
     measured_step: int | None = None
-    evaluations: list[dict[str, Any]] = field(default_factory=list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,9 +20,6 @@ FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
 Few large and many small steps were compared on the demo model; SmolLM2 was healed with small ones (docs/healing.md).
 """
 NO_TRACKER = "none"
-Evaluation = Literal["loss", "recall"]
-"""Tasks of `surgery eval` that can run during training."""
-
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")
 """Settings of the teacher signal. If none is set, `surgery heal` distills from the student's recorded source."""
 
@@ -78,25 +74,12 @@ class HealSettings(FileSettings):
     held_out: int = setting(
         16, "Sequences kept from training for the held-out loss; 0 for none.", least=0, advanced=True
     )
-    train: Literal["all", "attention", "new", "lora"] = setting(
-        "attention",
-        "Parameters to train: attention, new (those that the teacher lacks under that name and shape), lora, or all.",
-        section="What trains",
-    )
-    balanced: bool = setting(
-        True,
-        "First rescale latents between two trainable weights, so that one learning rate suits both.",
-        more="The student's outputs stay equal, bit for bit.",
-        advanced=True,
+    train: Literal["all", "attention", "lora"] = setting(
+        "attention", "Parameters to train: attention, low-rank adapters of it (lora), or all.", section="What trains"
     )
     lora_rank: int = setting(16, "Rank of the adapters.", least=1, advanced=True)
     lora_alpha: float = setting(
         32.0, "Alpha of the adapters, whose update is scaled by alpha / rank.", above=0, advanced=True
-    )
-    lora_modules: tuple[str, ...] = setting(
-        (),
-        "Names of the modules that get adapters, with * and ?; none: the linear modules of attention.",
-        advanced=True,
     )
     entry_factors: str | None = setting(
         None,
@@ -143,9 +126,6 @@ class HealSettings(FileSettings):
     warmup: float = setting(
         0.05, "Share of the budget over which the learning rate rises from 0.", least=0, most=1, advanced=True
     )
-    weight_decay: float = setting(
-        0.0, "Weight decay of matrices; vectors, norms and biases have none.", least=0, advanced=True
-    )
     betas: tuple[float, ...] = setting((0.9, 0.95), "Betas of AdamW.", kind="two numbers", metavar="F,F", advanced=True)
     clip: float | None = setting(1.0, "Maximum norm of the gradient.", above=0, unset="no limit", advanced=True)
     max_tokens: int | None = setting(
@@ -164,17 +144,11 @@ class HealSettings(FileSettings):
         metavar="SECONDS",
     )
     max_steps: int | None = setting(None, "Stop after this many steps.", least=1)
-    attention: Literal["auto", "model"] = setting(
-        "auto",
-        "Attention function: model is the one that the model loads with.",
-        more="auto: PyTorch's fused kernel for any head sizes on a CPU, the model's on a GPU.",
-        section="Machine",
-        advanced=True,
-    )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto",
         "Compute dtype: auto is bf16 on a GPU that supports it, fp32 elsewhere; float32 is the same as fp32.",
         more="Trainable weights are always fp32.",
+        section="Machine",
         synonyms=SHORT_DTYPES,
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
@@ -183,7 +157,6 @@ class HealSettings(FileSettings):
     gradient_checkpointing: bool = setting(
         False, "Recompute activations in the backward pass, from each layer's input.", advanced=True
     )
-    compile: bool = setting(False, "Compile the student's layers with torch.compile.", advanced=True)
     shard_teacher: bool = setting(False, "Under FSDP2, shard the teacher's layers too.", advanced=True)
     trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoints.", advanced=True)
     seed: int = setting(0, "Seed of the data order and of all other random choices.", advanced=True)
@@ -196,33 +169,6 @@ class HealSettings(FileSettings):
         section="Evaluation during training",
         advanced=True,
     )
-    spike: float | None = setting(
-        5.0,
-        "Skip a step whose loss is above this many times the recent median; three in a row end the run.",
-        above=1,
-        unset="no skipping; nan and infinity end the run",
-        advanced=True,
-    )
-    evaluate_every: int | None = setting(
-        None,
-        "Steps between evaluations of the student, at the start and the end too.",
-        least=1,
-        unset="none",
-        advanced=True,
-    )
-    evaluate_tasks: tuple[Evaluation, ...] = setting(
-        ("loss", "recall"), "Tasks of these evaluations, as in surgery eval.", advanced=True
-    )
-    evaluate_data: tuple[str, ...] = setting(
-        (),
-        "Held-out texts for these evaluations, more than once for several; none: as surgery eval.",
-        metavar="FILE|DATASET|NAME",
-        repeated=True,
-        advanced=True,
-    )
-    evaluate_limit: int | None = setting(
-        None, "Maximum samples per task.", least=1, unset="as many as in surgery eval", advanced=True
-    )
     save_every: int | None = setting(
         200, "Steps between checkpoints.", least=1, unset="no limit", section="Checkpoints", advanced=True
     )
@@ -234,9 +180,6 @@ class HealSettings(FileSettings):
         True, "Resume from the last good checkpoint; otherwise the files of an earlier run are removed.", advanced=True
     )
     overwrite: bool = setting(False, "Replace out if it exists.", in_file=True)
-    log_every: int = setting(
-        10, "Steps between lines on the screen; the log file has every step.", least=1, advanced=True
-    )
     tracker: str = setting(
         NO_TRACKER,
         "Tracker of the run: none, wandb, tensorboard or another of accelerate's.",
@@ -298,18 +241,6 @@ class HealSettings(FileSettings):
                 self.teacher_logits is not None and endless,
                 "teacher_logits needs a fixed number of sequences: set max_tokens or max_steps",
             ),
-            (
-                self.train == "new" and self.teacher is None,
-                'train "new" needs a teacher to compare parameters with: set teacher, or use train "attention"',
-            ),
-            (
-                self.evaluate_every is not None and not self.evaluate_tasks,
-                "evaluate_every is set, but evaluate_tasks is empty: add loss or recall",
-            ),
-            (
-                self.train != "lora" and self.lora_modules,
-                'lora_modules needs train "lora": set it, or remove lora_modules',
-            ),
         ]
         for is_wrong, problem in problems:
             if is_wrong:
@@ -320,7 +251,7 @@ class HealSettings(FileSettings):
         for entry in self.data:
             keys, source = (entry, entry.get("source")) if isinstance(entry, dict) else ((), entry)
             for name in (*keys, f"data {source}"):
-                if reason := removal(name):
+                if reason := removal(name) or removal(f"data {name}"):
                     raise SurgeryError(f"{name} {reason}")
 
     def _check_objective(self) -> None:
@@ -345,11 +276,6 @@ class HealSettings(FileSettings):
             raise SurgeryError(
                 'objective layerwise does not support train "all" or gradient_checkpointing: set train to attention, '
                 "gradient_checkpointing to false",
-                setting="objective",
-            )
-        if matched and self.compile:
-            raise SurgeryError(
-                f"objective {matched[0]} does not support compile: set compile to false, or drop the objective",
                 setting="objective",
             )
 
@@ -392,8 +318,3 @@ class HealSettings(FileSettings):
         """Return the number of sequences of one step over all processes."""
         settings = self.with_batches(processes)
         return settings.batch_size * settings.gradient_accumulation * processes
-
-
-def named(pattern: str, name: str) -> bool:
-    """Return whether a name, or its end after a dot, matches a pattern with * and ?."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

@@ -214,7 +214,7 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
 
 KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
 KEPT += ("held_out", "parameters", "precision", "device", "processes", "document_masks", "data", "versions")
-KEPT += ("measuring_seconds", "evaluations", "evaluation_settings", "wandb", "tracker_failed")
+KEPT += ("measuring_seconds", "wandb", "tracker_failed")
 UNRECORDED = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite", "tracker_folder")
 
 

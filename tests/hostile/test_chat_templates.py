@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from surgery.common.errors import SurgeryError
 from surgery.running import chat_templates
 from surgery.running.chat_templates import ChatTemplate
-from surgery.training.sources import ChatEncoder
 
 ROLES = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
 PROMPT = ROLES + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -65,10 +64,10 @@ def test_limits(limit, tokenizer, monkeypatch):
     """No conversation takes the machine; afterwards the next one has a process again."""
     monkeypatch.setattr(chat_templates, "SECONDS", 2)
     tokenizer.chat_template = HOSTILE[limit]
-    encode, began = ChatEncoder(tokenizer), time.monotonic()
+    template, began = ChatTemplate(tokenizer), time.monotonic()
     for _ in range(2):
-        with pytest.raises(SurgeryError, match=r"line 3: the chat template of .* exceeds the limit of [\d,]+ "):
-            encode({"messages": [{"role": "user", "content": "x"}]}, "line 3")
+        with pytest.raises(SurgeryError, match=r"the chat template of .* exceeds the limit of [\d,]+ "):
+            template.render([{"role": "user", "content": "x"}])
     assert time.monotonic() - began < 30
 
 
