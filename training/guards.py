@@ -11,7 +11,6 @@ from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.memory import is_out_of_memory
-from surgery.training.settings import HealSettings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -65,7 +64,7 @@ class StopRequest:
 
 
 @contextmanager
-def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[None]:
+def memory_errors(doing: Callable[[], str]) -> Iterator[None]:
     """Turn an out-of-memory error into a message with the activity `doing()` and settings that need less memory.
 
     Raises SurgeryError: the block ran out of memory, on an accelerator or in the CPU's allocator.
@@ -75,23 +74,8 @@ def memory_errors(settings: HealSettings, doing: Callable[[], str]) -> Iterator[
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise SurgeryError(f"out of memory at {doing()}; try {'; or '.join(knobs(settings))}") from error
-
-
-def knobs(settings: HealSettings) -> list[str]:
-    """Return settings that need less memory, the cheapest first."""
-    advice = []
-    if settings.batch_size > 1:
-        batch, steps = settings.batch_size // 2, settings.gradient_accumulation * settings.batch_size
-        advice.append(f"batch_size {batch} with gradient_accumulation {steps // batch}, for the same step")
-    if not settings.gradient_checkpointing:
-        advice.append("gradient_checkpointing true")
-    if settings.dtype == "fp32":
-        advice.append("dtype bf16")
-    if settings.train in ("all", "attention"):
-        advice.append('train "lora"')
-    if settings.teacher is not None:
-        advice.append("teacher_logits instead of a loaded teacher")
-    advice.append(f"a length below {settings.length}")
-    advice.append("more processes with configs/accelerate/fsdp2.yaml")
-    return advice
+        raise SurgeryError(
+            f"out of memory at {doing()}; lower batch_size and raise gradient_accumulation as much, for the same step; "
+            'or set gradient_checkpointing true, dtype bf16, train "lora", teacher_logits, a smaller length, or '
+            "launcher fsdp2"
+        ) from error

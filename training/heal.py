@@ -39,6 +39,7 @@ from surgery.common.interruption import STARTED_BY, stop_with_parent
 from surgery.common.machine_faults import fault_message
 from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
 from surgery.common.progress import Progress
+from surgery.common.wandb_service import check_wandb
 from surgery.model import register
 from surgery.model.parts import entries_of
 from surgery.running.models import causal_model, tokenizer_of
@@ -59,9 +60,9 @@ from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_folder import CHECKPOINT_FILES, LOG, RUN_FILES
 from surgery.training.run_log import RunLog, drop_later_lines
-from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.settings import HealSettings
 from surgery.training.teacher_logits import open_logits
-from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
+from surgery.training.trackers import Tracker, start_tracker, tracker_folder
 from surgery.training.trainable import choose_parameters
 from surgery.version import __version__
 
@@ -86,7 +87,8 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     settings.check_complete()
     student, teacher = model_named(settings.student), settings.teacher and model_named(settings.teacher)
     settings = replace(settings, student=student, teacher=teacher)
-    check_tracker(settings)
+    if settings.wandb is not None:
+        check_wandb(settings.wandb_mode, "wandb")
     settings = settings.with_batches(world_size())
     accelerator = open_accelerator(settings)
     processes = Processes(cpu=settings.device == "cpu")
@@ -320,7 +322,7 @@ def _open_log(
         path = latest(run / "checkpoints") if settings.resume else None
         drop_later_lines(run / LOG, int(path.name.split("-")[-1]) if path else -1)
         folder = tracker_folder(settings)
-        if settings.tracker != NO_TRACKER:
+        if settings.wandb is not None:
             with disk_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         started.append(start_tracker(accelerator, settings, folder, progress.note))

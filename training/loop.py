@@ -139,7 +139,7 @@ class Loop:
         self._began = time.monotonic() - self.at.seconds
         self._saved = self.at.seconds
         self._t.module.train()
-        with StopRequest() as stop, memory_errors(settings, lambda: self._doing):
+        with StopRequest() as stop, memory_errors(lambda: self._doing):
             if self.at.step == 0:
                 self._measure()
             while True:

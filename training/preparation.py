@@ -13,7 +13,7 @@ from surgery.running.processes import PATIENCE
 from surgery.running.source import checked_device
 from surgery.training.distillation import Distillation, shard_layers
 from surgery.training.models import set_dtypes
-from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.settings import HealSettings
 from surgery.training.trackers import tracker_folder
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -39,7 +39,7 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
             cpu=settings.device == "cpu",
             mixed_precision=PRECISIONS[dtype],
             gradient_accumulation_steps=settings.gradient_accumulation,
-            log_with=None if settings.tracker == NO_TRACKER else settings.tracker,
+            log_with=None if settings.wandb is None else "wandb",
             project_dir=str(tracker_folder(settings)),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )

@@ -19,7 +19,6 @@ FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
 
 Few large and many small steps were compared on the demo model; SmolLM2 was healed with small ones (docs/healing.md).
 """
-NO_TRACKER = "none"
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")
 """Settings of the teacher signal. If none is set, `surgery heal` distills from the student's recorded source."""
 
@@ -180,17 +179,11 @@ class HealSettings(FileSettings):
         True, "Resume from the last good checkpoint; otherwise the files of an earlier run are removed.", advanced=True
     )
     overwrite: bool = setting(False, "Replace out if it exists.", in_file=True)
-    tracker: str = setting(
-        NO_TRACKER,
-        "Tracker of the run: none, wandb, tensorboard or another of accelerate's.",
-        section="Output",
-        metavar="NAME",
-    )
+    wandb: str | None = setting(None, "Log to wandb.", section="Output", metavar="PROJECT")
     wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "How wandb logs.", advanced=True)
-    project: str = setting("surgery-heal", "Project in the tracker.", metavar="NAME")
     tracker_folder: str | None = setting(
         None,
-        "Folder for trackers that write files.",
+        "Folder for wandb's files.",
         unset="OUT.tracking; OUT.run if training is launched directly",
         metavar="DIR",
         advanced=True,

@@ -1,4 +1,4 @@
-"""Experiment tracker of a run, through accelerate: checked before the run; a later failure does not end the run."""
+"""wandb run of a training, through accelerate: checked before the run; a later failure does not end the run."""
 
 from __future__ import annotations
 
@@ -8,32 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from surgery.common.errors import SurgeryError
-from surgery.common.file_settings import did_you_mean
 from surgery.common.lineage import lineage_of
-from surgery.common.wandb_service import SECONDS, check_wandb, init_mode
-from surgery.training.settings import NO_TRACKER, HealSettings
-
-
-def check_tracker(settings: HealSettings) -> None:
-    """Raise SurgeryError if the tracker is unknown, not installed, or not logged in. Needs no network."""
-    tracker = settings.tracker
-    if tracker == NO_TRACKER:
-        return
-    from accelerate.tracking import get_available_trackers
-    from accelerate.utils import LoggerType
-
-    choices = [NO_TRACKER, *sorted(set(LoggerType.list()) - {"all"})]
-    if tracker not in choices:
-        raise SurgeryError(
-            f"unknown tracker {tracker!r}; choose one of {', '.join(choices)}{did_you_mean(tracker, choices)}",
-            setting="tracker",
-        )
-    if tracker not in map(str, get_available_trackers()):
-        raise SurgeryError(
-            f"tracker {tracker} is not installed: pip install {tracker}, or use tracker none", setting="tracker"
-        )
-    if tracker == "wandb":
-        check_wandb(settings.wandb_mode, "tracker")
+from surgery.common.wandb_service import SECONDS, init_mode
+from surgery.training.settings import HealSettings
 
 
 class Tracker:
@@ -81,7 +58,7 @@ class Tracker:
 
 
 def tracker_folder(settings: HealSettings) -> Path:
-    """Return the folder for trackers that write files."""
+    """Return the folder for wandb's files."""
     return Path(settings.tracker_folder or f"{settings.out}.run").expanduser().resolve()
 
 
@@ -90,22 +67,20 @@ def start_tracker(
 ) -> Tracker:
     """Start the tracker of the settings with an existing folder for its files, before models load.
 
-    Raises SurgeryError: the tracker does not start.
+    Raises SurgeryError: wandb does not start.
     """
-    if settings.tracker == NO_TRACKER:
+    if settings.wandb is None:
         return Tracker()
     plain = {
         name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
         for name, value in settings.to_dict().items()
     }
-    options = {"wandb": _wandb_options(settings, folder)} if settings.tracker == "wandb" else {}
     try:
-        accelerator.init_trackers(settings.project, config=plain, init_kwargs=options)
+        accelerator.init_trackers(settings.wandb, config=plain, init_kwargs={"wandb": _wandb_options(settings, folder)})
     except Exception as error:  # a tracker may raise anything, and the run has not begun
         reason = " ".join(str(error).split())[:200]
-        instead = "use wandb_mode offline or tracker none" if options else "use tracker none"
         raise SurgeryError(
-            f"tracker {settings.tracker} does not start: {reason}; {instead} to log locally", setting="tracker"
+            f"wandb does not start: {reason}; use wandb_mode offline, or leave wandb out", setting="wandb"
         ) from error
     return Tracker(accelerator, note)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+TRACKED = "use --wandb PROJECT; heal.jsonl has all values for other trackers"
 ROWS = "every channel has its own scale, from calibration text: leave it out"
 TUNED = "the best configuration was as fast as the default on an H100: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
@@ -55,6 +56,8 @@ REMOVED = {
     "log_every": "heal.jsonl has every step: leave it out",
     "lora_modules": "adapters are on all linear modules of attention: leave it out",
     "spike": "gradients are clipped, and a loss that is not finite ends the run: leave it out",
+    "tracker": TRACKED,
+    "project": TRACKED,
     "train new": "use --train attention, which every report on SmolLM2 used",
     "weight_decay": "no report used it: leave it out",
     "orthogonal": "nested ranks are trained without it: leave it out",

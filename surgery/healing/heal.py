@@ -33,6 +33,7 @@ from surgery.common.file_settings import read_mapping
 from surgery.common.interruption import resumes_from
 from surgery.common.ownership import IsOwned, inventory, matching, nested, owned_result
 from surgery.common.progress import Progress
+from surgery.common.wandb_service import check_wandb
 from surgery.engines.table import engine_table
 from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
@@ -53,7 +54,6 @@ from surgery.running.source_check import open_source
 from surgery.training.models import check_writable
 from surgery.training.run_folder import RUN_FILES
 from surgery.training.settings import LEARNED_FROM, HealSettings
-from surgery.training.trackers import check_tracker
 from surgery.verification.written import Verification
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
@@ -117,7 +117,8 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     work_folder = work_folder_of(staging.out)
     work = work_folder.path
     settings = training_settings(request, student, work, staging.out)
-    check_tracker(settings)
+    if settings.wandb is not None:
+        check_wandb(settings.wandb_mode, "wandb")
     work_folder.open()
     resumes_from(work / f"{TRAINED}.run" / "checkpoints")
     with output_lock(work):

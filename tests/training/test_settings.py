@@ -9,7 +9,6 @@ from surgery.common.errors import SurgeryError
 from surgery.training.objectives import ObjectiveWeights
 from surgery.training.schedule import Budget, learning_rate
 from surgery.training.settings import LOSSES, HealSettings
-from surgery.training.trackers import check_tracker
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -49,8 +48,6 @@ def test_refuses_what_is_incomplete_or_impossible_before_it_starts():
         HealSettings(out="x").check_complete()
     with pytest.raises(SurgeryError, match="weight must be a finite number"):
         HealSettings(student="s", out="x", objective={"cross_entropy": -1}).check_complete()
-    with pytest.raises(SurgeryError, match="did you mean wandb"):
-        check_tracker(HealSettings(tracker="wandbb"))
 
 
 def test_the_objective_is_what_was_named_and_nothing_else():
