@@ -22,8 +22,9 @@ from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
 from surgery.training.data import Batch
-from surgery.training.objectives import ObjectiveWeights, combine, logit_losses
+from surgery.training.objectives import combine, logit_losses
 from surgery.training.recording import Recording, attention_of, decoder_of, first, recorded
+from surgery.training.settings import ObjectiveWeights
 from surgery.training.top_k import TopK
 
 
@@ -113,12 +114,12 @@ class Distillation(nn.Module):
             return combine(weights, {"layerwise": self._layerwise(batch, inputs, positions)})
         with ExitStack() as stack:
             teacher_states, recording = None, None
-            if teacher is not None and (weights.needs_teacher or matches):
+            if teacher is not None and (weights.kl or matches):
                 with torch.no_grad():
                     recording = stack.enter_context(recorded(teacher.model, hidden=True)) if matches else None
                     hidden = teacher.states(*inputs).flatten(0, 1).index_select(0, index)
                 teacher_states = States(hidden, teacher.head())
-            elif cached is not None and weights.needs_teacher:
+            elif cached is not None and weights.kl:
                 length = batch.tokens.shape[1]
                 teacher_states = cached.map(lambda tensor: tensor[index // length, index % length])
             own = stack.enter_context(recorded(self.student, hidden=True)) if matches else None
@@ -148,7 +149,7 @@ class Distillation(nn.Module):
     @property
     def needs_logits(self) -> bool:
         """Return whether the teacher's logits must come with each batch."""
-        return self.weights.needs_teacher and self._teacher[0] is None
+        return bool(self.weights.kl) and self._teacher[0] is None
 
     def measured(self) -> list[str]:
         """Return the names of the losses that `forward` computes with `measure`."""

@@ -148,7 +148,7 @@ class Loop:
                 if signal:
                     self._interrupt(signal, stop)
                 self.at.seconds = seconds
-                self.ended = self.ended or self._reached_limit()
+                self.ended = self._budget.reached(self.at.step, self.at.tokens, self.at.seconds)
                 if self.ended:
                     break
                 self._step(batches, numbers, predicted)
@@ -291,15 +291,6 @@ class Loop:
         spent = time.monotonic() - began
         self._began += spent
         self.at.measuring_seconds += spent
-
-    def _reached_limit(self) -> str:
-        at, settings = self.at, self._t.settings
-        limits = (
-            ("max_steps", at.step, settings.max_steps),
-            ("max_tokens", at.tokens, settings.max_tokens),
-            ("max_seconds", at.seconds, settings.max_seconds),
-        )
-        return next((f"{name} reached" for name, used, limit in limits if limit is not None and used >= limit), "")
 
     def _save_if_due(self) -> None:
         settings, at = self._t.settings, self.at

@@ -11,62 +11,20 @@ the vocabulary, by the data processing inequality.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import isfinite
 
 import torch
 from torch import LongTensor, Tensor
 from torch.nn.functional import cross_entropy as token_cross_entropy
 from torch.nn.functional import log_softmax
 
-from surgery.common.errors import SurgeryError
-from surgery.common.file_settings import FileSettings
 from surgery.training.chunks import States, chunk_count, summed_over_chunks
+from surgery.training.settings import ObjectiveWeights
 from surgery.training.top_k import TopK, buckets
 
 Teacher = States | TopK
 """Teacher at the student's positions: hidden states with a head, or cached top-k logits."""
 
 ON_LOGITS = ("kl", "cross_entropy")
-
-
-@dataclass(frozen=True)
-class ObjectiveWeights(FileSettings):
-    """Weights of the losses; a loss of weight 0 is not computed.
-
-    Attributes:
-        hidden: weight of `matching.matching_loss` on the outputs of layers.
-        layerwise: the same on attention outputs, each on its teacher's input (CSKV, arXiv:2409.10593); excludes others.
-
-    Raises SurgeryError: a value is out of range, all weights are 0, or layerwise is combined with other losses.
-    """
-
-    kl: float = 1.0
-    cross_entropy: float = 0.0
-    hidden: float = 0.0
-    layerwise: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in PARTS:
-            weight = getattr(self, name)
-            if not (isinstance(weight, int | float) and isfinite(weight) and weight >= 0):
-                raise SurgeryError(f"objective {name}: weight must be a finite number >= 0, not {weight!r}")
-        if not self.parts():
-            raise SurgeryError(f"all objective weights are 0: set one of {', '.join(PARTS)} above 0")
-        if self.layerwise and len(self.parts()) > 1:
-            raise SurgeryError("objective layerwise excludes other losses: train them in a second stage")
-
-    def parts(self) -> list[str]:
-        """Return the names of the losses with nonzero weights."""
-        return [name for name in PARTS if getattr(self, name)]
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Return whether a loss compares with the teacher's distribution."""
-        return bool(self.kl)
-
-
-PARTS = tuple(each.name for each in fields(ObjectiveWeights))
 
 
 def logit_losses(
@@ -93,9 +51,9 @@ def logit_losses(
         return {}
     vocabulary, count = student.vocabulary(), len(student.hidden)
     columns = {"hidden": student.hidden}
-    if weights.needs_teacher and isinstance(teacher, TopK):
+    if weights.kl and isinstance(teacher, TopK):
         columns |= teacher.tensors()
-    elif weights.needs_teacher:
+    elif weights.kl:
         columns["teacher"] = teacher.hidden.detach()
     if weights.cross_entropy:
         columns["targets"] = targets
@@ -103,7 +61,7 @@ def logit_losses(
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
         logits = student._replace(hidden=chunk["hidden"]).logits()
-        losses = {"kl": _divergence(logits, teacher, chunk)} if weights.needs_teacher else {}
+        losses = {"kl": _divergence(logits, teacher, chunk)} if weights.kl else {}
         if weights.cross_entropy:
             losses["cross_entropy"] = token_cross_entropy(logits, chunk["targets"], reduction="sum")
         return torch.stack([losses[name] for name in names])

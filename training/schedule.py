@@ -22,6 +22,12 @@ class Budget:
         limits = ((steps, self.steps), (tokens, self.tokens), (seconds, self.seconds))
         return max((used / limit for used, limit in limits if limit is not None), default=0.0)
 
+    def reached(self, steps: int, tokens: int, seconds: float) -> str:
+        """Return the first limit that is reached, "max_steps reached"; empty for none."""
+        used = {"steps": steps, "tokens": tokens, "seconds": seconds}
+        limits = asdict(self).items()
+        return next((f"max_{name} reached" for name, limit in limits if limit is not None and used[name] >= limit), "")
+
 
 def learning_rate(schedule: str, used: float, *, warmup: float = 0.0) -> float:
     """Return the learning rate, relative to its peak, after a share `used` of the budget.

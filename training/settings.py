@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from typing import Any, Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.common.removed import removal
 from surgery.common.setting import DTYPE_NAMES, did_you_mean, setting
-
-if TYPE_CHECKING:
-    from surgery.training.objectives import ObjectiveWeights
 
 BUILTIN = "builtin"
 FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
@@ -22,9 +20,42 @@ Few large and many small steps were compared on the demo model; SmolLM2 was heal
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")
 """Settings of the teacher signal. If none is set, `surgery heal` distills from the student's recorded source."""
 
-LOSSES = ("kl", "cross_entropy", "hidden", "layerwise")
-"""Names of the losses in an objective."""
 SHORT_DTYPES = {name: short for short, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class ObjectiveWeights(FileSettings):
+    """Weights of the losses; a loss of weight 0 is not computed.
+
+    Attributes:
+        hidden: weight of `distillation.matching_loss` on the outputs of layers.
+        layerwise: the same on attention outputs, each on its teacher's input (CSKV, arXiv:2409.10593); excludes others.
+
+    Raises SurgeryError: a value is out of range, all weights are 0, or layerwise is combined with other losses.
+    """
+
+    kl: float = 1.0
+    cross_entropy: float = 0.0
+    hidden: float = 0.0
+    layerwise: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in LOSSES:
+            weight = getattr(self, name)
+            if not (isfinite(weight) and weight >= 0):
+                raise SurgeryError(f"objective {name}: weight must be a finite number >= 0, not {weight!r}")
+        if not self.parts():
+            raise SurgeryError(f"all objective weights are 0: set one of {', '.join(LOSSES)} above 0")
+        if self.layerwise and len(self.parts()) > 1:
+            raise SurgeryError("objective layerwise excludes other losses: train them in a second stage")
+
+    def parts(self) -> list[str]:
+        """Return the names of the losses with nonzero weights."""
+        return [name for name in LOSSES if getattr(self, name)]
+
+
+LOSSES = tuple(each.name for each in fields(ObjectiveWeights))
 
 
 @dataclass(frozen=True)
@@ -213,11 +244,9 @@ class HealSettings(FileSettings):
 
         Raises SurgeryError: a weight is invalid.
         """
-        from surgery.training.objectives import ObjectiveWeights
-
         objective = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
         # An objective is complete: losses that it does not name have weight 0, not their default.
-        return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **objective})
+        return ObjectiveWeights(**{"kl": 0.0, **objective})
 
     @property
     def has_teacher(self) -> bool:
@@ -260,6 +289,7 @@ class HealSettings(FileSettings):
             raise SurgeryError(
                 f"objective {distilled[0]} needs a teacher: set teacher, or use cross_entropy", setting="objective"
             )
+        self.weights()
         if matched and (self.teacher is None or self.teacher_logits is not None):
             raise SurgeryError(
                 f"objective {matched[0]} needs the teacher's layers: set teacher, without teacher_logits",
@@ -273,11 +303,10 @@ class HealSettings(FileSettings):
             )
 
     def check_complete(self) -> None:
-        """Raise SurgeryError if the student, the output folder or a valid objective is missing."""
+        """Raise SurgeryError if the student or the output folder is missing."""
         for name in ("student", "out"):
             if not getattr(self, name):
                 raise SurgeryError(f"{name} is missing: set it in the settings file")
-        self.weights()
 
     def with_batches(self, processes: int) -> HealSettings:
         """Return these settings with batch size and gradient accumulation filled in.

@@ -94,7 +94,9 @@ class TeacherLogits:
         """Return the sequence numbers of each missing shard; empty if the cache is complete."""
         with disk_errors(self.folder):
             names = set(os.listdir(self.folder))
-        return [self._numbers(shard) for shard in range(self._shards()) if self._path(shard).name not in names]
+        starts, end = range(0, self.identity.sequences, self._rows), self.identity.sequences
+        shards = [range(start, min(start + self._rows, end)) for start in starts]
+        return [shard for shard in shards if self._path(shard.start // self._rows).name not in names]
 
     def read(self, number: int) -> TopK:
         """Read one sequence: `TopK` with [T - 1] positions on the CPU. Position t predicts token t + 1.
@@ -152,12 +154,6 @@ class TeacherLogits:
         hidden = states.hidden[:, :-1]
         top = top_k(states._replace(hidden=hidden.flatten(0, 1)), self.identity.k)
         return top.map(lambda tensor: tensor.unflatten(0, hidden.shape[:2]).cpu())
-
-    def _numbers(self, shard: int) -> range:
-        return range(shard * self._rows, min((shard + 1) * self._rows, self.identity.sequences))
-
-    def _shards(self) -> int:
-        return -(-self.identity.sequences // self._rows)
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"

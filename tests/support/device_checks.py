@@ -112,9 +112,9 @@ def microbatches(device: torch.device) -> None:
     from training_data import packed_batch
 
     from surgery.training.distillation import Distillation
-    from surgery.training.objectives import PARTS, ObjectiveWeights
+    from surgery.training.settings import LOSSES, ObjectiveWeights
 
-    every = [part for part in PARTS if part != "layerwise"]
+    every = [part for part in LOSSES if part != "layerwise"]
     for kind, names in product(("source", "latent"), (every, ["layerwise"])):
         with torch.no_grad():
             teacher, student = tiny_source("llama"), tiny_source("llama")

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from surgery.common.errors import SurgeryError
 from surgery.training.distillation import Distillation, layer_errors, matching_loss, on_teacher_inputs
-from surgery.training.objectives import ObjectiveWeights
 from surgery.training.recording import decoder_of, recorded
+from surgery.training.settings import ObjectiveWeights
 from tests.support.own_models import KINDS, LAYERS, SHAPE, tiny_source, tokens
 
 torch.set_num_threads(1)

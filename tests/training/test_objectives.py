@@ -11,7 +11,8 @@ from torch.nn.functional import softmax
 
 from surgery.common.errors import SurgeryError
 from surgery.training.chunks import States, chunk_count
-from surgery.training.objectives import ObjectiveWeights, combine, logit_losses
+from surgery.training.objectives import combine, logit_losses
+from surgery.training.settings import ObjectiveWeights
 
 torch.set_num_threads(1)
 N, VOCAB, WIDTH, TEACHER_WIDTH = 23, 41, 6, 9
