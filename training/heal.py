@@ -62,7 +62,7 @@ from surgery.training.run_folder import CHECKPOINT_FILES, LOG, RUN_FILES
 from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import HealSettings
 from surgery.training.teacher_logits import open_logits
-from surgery.training.trackers import Tracker, start_tracker, tracker_folder
+from surgery.training.trackers import start_tracker, tracker_folder
 from surgery.training.trainable import choose_parameters
 from surgery.version import __version__
 
@@ -257,8 +257,8 @@ class _Run:
             "device": self.accelerator.device.type,
             "processes": self.processes.count,
             "peak_memory_bytes": peak_memory(self.accelerator.device),
-            "wandb": self.log.tracker.run(),
-            "tracker_failed": self.log.tracker.failed,
+            "wandb": self.log.wandb_run(),
+            "tracker_failed": self.log.failed,
         }
 
 
@@ -316,7 +316,6 @@ def _open_log(
     settings: HealSettings, accelerator: Accelerator, run: Path, processes: Processes, progress: Progress
 ) -> RunLog:
     """Open the log, without lines of steps that run again, and start the tracker on the main process."""
-    started: list[Tracker] = []
 
     def start() -> None:
         path = latest(run / "checkpoints") if settings.resume else None
@@ -325,10 +324,11 @@ def _open_log(
         if settings.wandb is not None:
             with disk_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-        started.append(start_tracker(accelerator, settings, folder, progress.note))
+            start_tracker(accelerator, settings, folder)
 
     processes.from_main(start)
-    return RunLog(run / LOG, writes=processes.is_main, tracker=started[0] if started else None)
+    tracked = accelerator if settings.wandb is not None and processes.is_main else None
+    return RunLog(run / LOG, writes=processes.is_main, tracked=tracked, note=progress.note)
 
 
 def _create_run_folder(run: Path, alone: ExitStack, *, from_scratch: bool) -> None:
