@@ -52,6 +52,7 @@ LINES |= {
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
     "variants mean-pool": ["eval", "builtin", "--variants", "int8,mean-pool"],
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
+    "resume": ["heal", "builtin", "--no-resume"],
     "balanced": ["heal", "builtin", "--no-balanced"],
     "compile": ["heal", "builtin", "--compile"],
     "train new": ["heal", "builtin", "--train", "new"],

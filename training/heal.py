@@ -37,7 +37,7 @@ from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
 from surgery.common.interruption import STARTED_BY, stop_with_parent
 from surgery.common.machine_faults import fault_message
-from surgery.common.ownership import first_foreign, inventory, matching, remove_owned
+from surgery.common.ownership import inventory, matching
 from surgery.common.progress import Progress
 from surgery.common.wandb_service import check_wandb
 from surgery.model import register
@@ -58,7 +58,7 @@ from surgery.training.models import ADAPTER, check_writable, set_dtypes, trained
 from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
-from surgery.training.run_folder import CHECKPOINT_FILES, LOG, RUN_FILES
+from surgery.training.run_folder import LOG, RUN_FILES
 from surgery.training.run_log import RunLog, drop_later_lines
 from surgery.training.settings import HealSettings
 from surgery.training.teacher_logits import open_logits
@@ -102,7 +102,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")
     with ExitStack() as alone:
-        processes.from_main(lambda: _create_run_folder(run, alone, from_scratch=not settings.resume))
+        processes.from_main(lambda: _create_run_folder(run, alone))
         # The tracker starts before the models load, so that it fails early.
         log = _open_log(settings, accelerator, run, processes, progress)
         alone.callback(log.close)
@@ -246,8 +246,7 @@ class _Run:
             "start", settings=settings.to_dict(), trains=trained, parameters=total, processes=processes.count
         )
         self.progress.note(f"{trained:,} of {total:,} parameters are trained; processes: {processes.count}")
-        if settings.resume:
-            loop.resume()
+        loop.resume()
         loop.run()
 
     def _facts(self) -> dict[str, Any]:
@@ -318,7 +317,7 @@ def _open_log(
     """Open the log, without lines of steps that run again, and start the tracker on the main process."""
 
     def start() -> None:
-        path = latest(run / "checkpoints") if settings.resume else None
+        path = latest(run / "checkpoints")
         drop_later_lines(run / LOG, int(path.name.split("-")[-1]) if path else -1)
         folder = tracker_folder(settings)
         if settings.wandb is not None:
@@ -331,16 +330,11 @@ def _open_log(
     return RunLog(run / LOG, writes=processes.is_main, tracked=tracked, note=progress.note)
 
 
-def _create_run_folder(run: Path, alone: ExitStack, *, from_scratch: bool) -> None:
+def _create_run_folder(run: Path, alone: ExitStack) -> None:
     WorkFolder(run, lambda: matching(RUN_FILES)).open()
     with disk_errors(run):
         # The lock also guards against a training that outlives its killed `surgery heal` and still saves its state.
         alone.enter_context(output_lock(run))
-        if from_scratch and (checkpoints := run / "checkpoints").exists():
-            is_owned = matching(CHECKPOINT_FILES)
-            if (foreign := first_foreign(checkpoints, is_owned)) is not None:
-                raise SurgeryError(f"{checkpoints}: {foreign} was not written by surgery; move it away to start again")
-            remove_owned(checkpoints, is_owned)
         (run / "data").mkdir(exist_ok=True)
 
 

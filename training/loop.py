@@ -114,8 +114,8 @@ class Loop:
             if saved_value != value:
                 raise SurgeryError.at(
                     path,
-                    f"was made with {name} {saved_value!r}, not {value!r}; set it back, discard the checkpoint with"
-                    " --restart (resume false), or choose another out",
+                    f"was made with {name} {saved_value!r}, not {value!r}; set it back, remove the checkpoints"
+                    " (surgery heal --restart), or choose another out",
                 )
         # Earlier versions stored more.
         self.at = Position(**{name: value for name, value in state["position"].items() if name in vars(self.at)})

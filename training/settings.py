@@ -206,9 +206,6 @@ class HealSettings(FileSettings):
         600.0, "Seconds between checkpoints, if that comes first.", above=0, unset="no limit", advanced=True
     )
     keep_last: int = setting(2, "Number of checkpoints to keep.", least=1, advanced=True)
-    resume: bool = setting(
-        True, "Resume from the last good checkpoint; otherwise the files of an earlier run are removed.", advanced=True
-    )
     overwrite: bool = setting(False, "Replace out if it exists.", in_file=True)
     wandb: str | None = setting(None, "Log to wandb.", section="Output", metavar="PROJECT")
     wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "How wandb logs.", advanced=True)

@@ -21,12 +21,12 @@ def choose_parameters(student: nn.Module, settings: HealSettings) -> None:
     if settings.train == "lora":
         add_adapters(student, settings.lora_rank, settings.lora_alpha)
         return
-    chosen = 0
+    count = 0
     for name, parameter in student.named_parameters():
         trains = parameter.is_floating_point() and (settings.train == "all" or in_attention(name))
         parameter.requires_grad_(trains)
-        chosen += trains
-    if not chosen:
+        count += trains
+    if not count:
         raise SurgeryError("no parameters to train: the model has no attention modules; set train to all")
 
 

@@ -55,6 +55,7 @@ REMOVED = {
     "evaluate_limit": EVALUATED,
     "log_every": "heal.jsonl has every step: leave it out",
     "lora_modules": "adapters are on all linear modules of attention: leave it out",
+    "resume": "pass --restart to begin from scratch",
     "spike": "gradients are clipped, and a loss that is not finite ends the run: leave it out",
     "tracker": TRACKED,
     "project": TRACKED,

@@ -88,26 +88,6 @@ def test_one_token_that_sees_another_document_is_enough():
     assert not honours_document_masks(Peeking(64, 8))
 
 
-@pytest.mark.parametrize("kind", ["packed", "mixed"])
-def test_global_batches_do_not_depend_on_the_number_of_processes(texts, tokenizer, tmp_path, kind):
-    data = {
-        "packed": None,
-        "mixed": [{"source": str(texts / "a.jsonl"), "weight": 2}, str(texts / "b.jsonl"), f"{texts / 'set'}::train"],
-    }[kind]
-    batches = {}
-    for ranks in (1, 2, 3):
-        results = {}
-        for rank in range(ranks):
-            sequences = opened(texts, tokenizer, tmp_path, data).sequences
-            results |= {
-                number: sequences.sequence(number) for step in range(4) for number in dealt(step, 6, rank, ranks)
-            }
-        batches[ranks] = results
-    assert sorted(batches[1]) == list(range(24))
-    for number, row in batches[1].items():
-        assert same(row, batches[2][number]) and same(row, batches[3][number])
-
-
 def test_sequences_are_dealt_by_their_number():
     assert [dealt(2, 6, rank, 4) for rank in range(4)] == [[12, 16], [13, 17], [14], [15]]
 
