@@ -34,8 +34,7 @@ FLAGS = {
     "heads": "config device dtype facts json learning-rate length method offload out overwrite "
     "penalty recall recent samples seed seeds sinks steps target text text-field",
     "heal": "batch-size config data device dry-run dtype json launcher learning-rate length max-time "
-    "max-tokens measure no-measure out overwrite processes project recipe seed teacher tracker train "
-    "wandb-mode",
+    "max-tokens measure no-measure out overwrite processes recipe seed teacher train wandb wandb-mode",
     "eval": "baseline batch-size batches config contexts data device domain dtype json length limit "
     "lm-eval-include needle-lengths num-fewshot out overwrite prompt seed tasks text-field "
     "trust-remote-code variants wandb wandb-mode windows",
@@ -203,7 +202,7 @@ def test_other_spellings_of_heads_eval_and_heal(tmp_path, monkeypatch, capsys):
     arguments = ["--wandb", "mine", "--text", "a", "--dtype", "bfloat16", "--max-seconds", "5", "--teacher", "builtin"]
     err = run_main(monkeypatch, capsys, "heal", "builtin", *arguments)[2]
     settings = HealSettings(**calls[0].overrides)
-    assert (settings.tracker, settings.project, settings.data) == ("wandb", "mine", ("a",))
+    assert (settings.wandb, settings.data) == ("mine", ("a",))
     assert (settings.dtype, settings.max_seconds) == ("bf16", 5.0)
     assert "--text is --data now" in err and "--max-seconds is --max-time now" in err
     code, _, err = run_main(monkeypatch, capsys, "heal", "builtin", "--train", "lorra")

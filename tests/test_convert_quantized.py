@@ -102,7 +102,8 @@ def test_a_cascade_after_a_layer_norm_in_bfloat16(tmp_path):
 def test_training_moves_what_makes_a_row_in_proportion_to_its_steps(conversions):
     result = conversions("qwen2", MLA)
     model, _ = loaded(result)
-    factors = factors_of(lr_multipliers(CheckpointReader.open(str(result.path))), model, "test")
+    rules = factors_of(lr_multipliers(CheckpointReader.open(str(result.path))), model, "test")
+    factors = {name: rules[name].dense(each) for name, each in model.named_parameters() if name in rules}
     for layer in model.model.layers:
         attention, names = layer.self_attn, {id(each): name for name, each in model.named_parameters()}
         steps = attention.quantizer.step / (STEPS_OF_INPUT * model.config.hidden_size)

@@ -80,9 +80,10 @@ def request(source, student, out, **settings):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("tiny", marks=pytest.mark.slow), "constant"])
-def test_stock_mla_stays_stock(pair_of, tmp_path, kind):
+def test_stock_mla_stays_stock(pair_of, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr("surgery.training.heal.balance_latents", lambda *_: 0)  # so that steps can be compared
     source, student = pair_of(kind)
-    healed = heal_checkpoint(request(source, student, tmp_path / "out", balanced=False))
+    healed = heal_checkpoint(request(source, student, tmp_path / "out"))
     before, after = load_file(student / "model.safetensors"), load_file(healed.path / "model.safetensors")
     assert type(AutoModelForCausalLM.from_pretrained(healed.path)).__name__ == "DeepseekV3ForCausalLM"
     width = json.loads((healed.path / "config.json").read_text())["kv_lora_rank"]
@@ -96,7 +97,7 @@ def test_stock_mla_stays_stock(pair_of, tmp_path, kind):
         assert not torch.equal(weight, old), "the latent did not train"
         # As far as a step moves a weight of usual size, in proportion to theirs.
         rules = lr_multipliers(CheckpointReader.open(student))[prefix + "kv_a_proj_with_mqa.weight"]
-        factor = 1.0 if norm.extra else rules[-1]["factor"]
+        factor = 1.0 if norm.extra else rules["rows"][0]
         assert (weight - old).abs().max() <= 3 * FEW["learning_rate"] * factor * 1.01
         if norm.extra:
             assert torch.equal(weight[-1], old[-1])
@@ -318,8 +319,6 @@ HEAL_STEP = {"name": "h", "student": "s", "teacher": "t"}
         ({"measure": {"window": 2}}, "did you mean windows"),
         ({"measure": "some"}, "measure must be true, false or settings"),
         ({"measure": {"tasks": ["needle"]}}, "measure does not support tasks"),
-        ({"evaluate_tasks": ["recal"]}, "did you mean recall"),
-        ({"tracker": "wandbb"}, "step h: tracker 'wandbb' is unknown; did you mean wandb|did you mean wandb"),
     ],
 )
 def test_mistakes_of_heal_steps_are_told_before_anything_runs(tmp_path, settings, message):
@@ -330,22 +329,22 @@ def test_mistakes_of_heal_steps_are_told_before_anything_runs(tmp_path, settings
     assert not (tmp_path / "work").exists()
 
 
-def test_a_tracker_is_refused_before_the_training_is_launched(pair_of, tmp_path, monkeypatch):
+def test_wandb_is_refused_before_the_training_is_launched(pair_of, tmp_path, monkeypatch):
     source, student = pair_of("gqa")
     monkeypatch.setattr(healing, "run_interruptible", lambda *_: pytest.fail("trained"))
-    with pytest.raises(SurgeryError, match="unknown tracker 'magic'"):
-        heal_checkpoint(request(source, student, tmp_path / "out", tracker="magic"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SurgeryError, match="pip install wandb"):
+        heal_checkpoint(request(source, student, tmp_path / "out", wandb="p"))
     assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.slow
-def test_what_trackers_write_and_evaluations_stay(pair_of, tmp_path):
+def test_what_trackers_write_stays(pair_of, tmp_path):
     pytest.importorskip("wandb")
     source, student = pair_of("gqa")
-    settings = {"tracker": "wandb", "wandb_mode": "offline", "evaluate_every": 2, "evaluate_tasks": ["loss"]}
-    healed = heal_checkpoint(request(source, student, tmp_path / "out", evaluate_limit=1, **settings))
+    settings = {"wandb": "p", "wandb_mode": "offline"}
+    healed = heal_checkpoint(request(source, student, tmp_path / "out", **settings))
     assert len(list((tmp_path / "out.tracking" / "wandb").glob("offline-run-*"))) == 1
-    assert [entry["step"] for entry in healed.healing["evaluations"]] == [0, 2, 3]
     assert healed.healing["wandb"]["run_id"] and "tracker_folder" not in healed.healing["settings"]
     assert not (tmp_path / "out.healing").exists()
 

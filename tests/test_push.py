@@ -264,7 +264,7 @@ def test_one_group(checkpoints, tmp_path):
     group = lineage_of(out)
     assert re.fullmatch(r"mqa-[0-9a-f]{8}", group)  # what one KV head is called
     assert Checkpoint.open(str(out)).conversion()["lineage"] == group
-    settings = HealSettings(student=str(out), tracker="wandb", wandb_mode="offline")
+    settings = HealSettings(student=str(out), wandb="p", wandb_mode="offline")
     healing = _wandb_options(settings, tmp_path / "small-healed.tracking")
     assert (healing["group"], healing["name"]) == (group, "small-healed")
     assert lineage_of(checkpoints("llama")) is None

@@ -15,8 +15,10 @@ PLAIN = {
     "convert --to mla": ("hadamard", "rope_bits"),
     "convert --to hybrid": ("streaming_bits", "granularity", "heads_multiple"),
     "eval": ("repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes", *RULER),
-    "heal": ("peak_tflops", "utilization", "orthogonal", "train_patterns", "patience"),
-    "heal --dry-run": ("final_learning_rate", "teacher_logits", "teacher_top_k"),
+    "heal": ("peak_tflops", "utilization", "orthogonal", "train_patterns", "patience", "attention", "lora_modules")
+    + ("project",),
+    "heal --dry-run": ("final_learning_rate", "spike", "weight_decay", "log_every", "evaluate_every", "evaluate_tasks"),
+    "heal builtin": ("evaluate_data", "evaluate_limit", "tracker"),
     "plan": ("mixtures", "refine"),
     "inspect": ("gpu",),
     "bench kernels": ("tune", "tuned", "quick"),
@@ -45,7 +47,11 @@ LINES |= {
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
-    "attention surgery": ["heal", "builtin", "--attention", "surgery"],
+    "resume": ["heal", "builtin", "--no-resume"],
+    "balanced": ["heal", "builtin", "--no-balanced"],
+    "compile": ["heal", "builtin", "--compile"],
+    "train new": ["heal", "builtin", "--train", "new"],
+    "data format": ["heal", "builtin", "--config", "{file}"],
     "launcher zero3": ["heal", "builtin", "--launcher", "zero3"],
     "stream": ["heal", "builtin", "--config", "{file}"],
     "data chat": ["eval", "builtin", "--data", "chat"],
@@ -67,8 +73,10 @@ LINES |= {
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_option_or_value_names_what_to_use_instead(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / "settings.yaml"
-    text = f"objective: {{kl: 1, {name.partition(' ')[2]}: 0.5}}\n"
-    file.write_text("data: [{source: org/name, stream: true}]\n" if name == "stream" else text)
+    command, _, removed = name.partition(" ")
+    text = f"objective: {{kl: 1, {removed}: 0.5}}\n" if command == "objective" else ""
+    key = {"stream": "stream: true", "data format": "format: chat"}.get(name)
+    file.write_text(f"data: [{{source: org/name, {key}}}]\n" if key else text)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("steps: [{compare-heads: {name: both, patterns: [a, b]}}]")
     monkeypatch.chdir(tmp_path)

@@ -102,17 +102,24 @@ class Checkpoints:
         """Save hook of accelerate: write only the trainable weights."""
         weights.clear()
         if self._accelerator.is_main_process:
-            save_file(_trained(self._accelerator, models[0]), Path(folder, WEIGHTS))
+            tensors = {
+                name: each.detach().cpu().clone().contiguous() for name, each in self._trained(models[0]).items()
+            }
+            save_file(tensors, Path(folder, WEIGHTS))
 
     def _load_trained(self, models: list, folder: str) -> None:
         """Load hook of accelerate: read the trainable weights."""
         model = models.pop()
-        tensors, expected = load_file(Path(folder, WEIGHTS)), _training_parameters(self._accelerator, model)
+        tensors, expected = load_file(Path(folder, WEIGHTS)), self._trained(model)
         if tensors.keys() != expected.keys() or any(tensors[name].shape != expected[name].shape for name in tensors):
             raise ValueError("its trained parameters differ from those of this run")
         with torch.no_grad():
             for name, parameter in expected.items():
                 parameter.copy_(tensors[name])
+
+    def _trained(self, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        parameters = self._accelerator.unwrap_model(model).named_parameters()
+        return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
     def _finish(self, partial: Path, path: Path, state: Mapping[str, Any]) -> None:
         files = {
@@ -162,13 +169,3 @@ def read_state(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
     return state if whole else None
-
-
-def _training_parameters(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    parameters = accelerator.unwrap_model(model).named_parameters()
-    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
-
-
-def _trained(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    parameters = _training_parameters(accelerator, model)
-    return {name: parameter.detach().cpu().clone().contiguous() for name, parameter in parameters.items()}

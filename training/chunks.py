@@ -11,50 +11,36 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
-
-from surgery.common.errors import SurgeryError
 
 LOGIT_BYTES = 256 * 2**20
 """Bytes of one chunk's fp32 logits of one model: 523 positions of 128,256 tokens. A loss needs a few times as much per
 chunk: log-probabilities of student and teacher, and their gradients."""
 
-Head = nn.Module | Tensor | Callable[[Tensor], Tensor]
-"""LM head, hidden states [N, D] to logits [N, V]: a module, a weight [V, D], or a function (with a softcap)."""
-
 
 class States(NamedTuple):
     """Final hidden states [N, D] of a model after the final norm, in any floating dtype, with its LM head.
 
-    A head that is a module is called, not read for its weight: hooks that gather sharded weights, and adapters, then
-    work.
+    The head is called, not read for its weight, so that hooks that gather sharded weights work.
     """
 
     hidden: Tensor
-    head: Head
+    head: nn.Module
 
     def logits(self) -> Tensor:
         """Compute logits [N, V] in fp32, or in fp64 if the head returns fp64."""
-        logits = linear(self.hidden, self.head) if isinstance(self.head, Tensor) else self.head(self.hidden)
+        logits = self.head(self.hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
     def vocabulary(self) -> int:
         """Return the vocabulary size V, from the head's shape where it has one, else from the logits of a position."""
-        if isinstance(self.head, Tensor):
-            return self.head.shape[0]
         features = getattr(self.head, "out_features", None)
         return features if isinstance(features, int) else self._replace(hidden=self.hidden[:1]).logits().shape[-1]
 
 
 def chunk_count(positions: int, vocabulary: int, max_bytes: int = LOGIT_BYTES) -> int:
-    """Return the number of chunks, of at least one position, with fp32 logits [chunk, V] within ``max_bytes``.
-
-    Raises SurgeryError: ``max_bytes`` is not positive.
-    """
-    if max_bytes < 1:
-        raise SurgeryError(f"max_bytes must be positive, not {max_bytes}")
+    """Return the number of chunks, of at least one position, with fp32 logits [chunk, V] within ``max_bytes``."""
     rows = max(1, max_bytes // (4 * vocabulary))
     return max(1, -(-positions // rows))
 

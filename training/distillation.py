@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 from torch import BoolTensor, LongTensor, Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.logits import LogitReader, evaluation_mode
 from surgery.training.chunks import States, chunk_count
-from surgery.training.data import Batch, holds_several
-from surgery.training.document_masks import known_documents
-from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
-from surgery.training.recording import Recording, attention_of, decoder_of, first, recorded, same_layers
+from surgery.training.data import Batch
+from surgery.training.objectives import combine, logit_losses
+from surgery.training.recording import Recording, attention_of, decoder_of, first, recorded
+from surgery.training.settings import ObjectiveWeights
 from surgery.training.top_k import TopK
 
 
@@ -48,20 +47,12 @@ class Body:
         with torch.no_grad(), evaluation_mode(model):
             return cls(model, LogitReader(model, tokens).splits)
 
-    def states(
-        self, tokens: LongTensor, position_ids: LongTensor | None, spans: Sequence[Sequence[slice]] | None = None
-    ) -> Tensor:
+    def states(self, tokens: LongTensor, position_ids: LongTensor | None) -> Tensor:
         """Compute final hidden states [B, T, D], or logits [B, T, V] if the model does not split."""
-        packed = None if spans is None else position_ids is not None and holds_several(spans)
         call = {"input_ids": tokens, "use_cache": False}
         if position_ids is not None:
             call["position_ids"] = position_ids
-        if packed and hasattr(self.model.config, "attention_layers"):  # custom model class: saves it a device sync
-            call["documents"] = spans
-        with known_documents(packed):
-            if self.splits:
-                return self.model.base_model(**call).last_hidden_state
-            return self.model(**call).logits
+        return self.model.base_model(**call).last_hidden_state if self.splits else self.model(**call).logits
 
     def head(self) -> nn.Module:
         """Return the module that maps `states` to logits."""
@@ -115,8 +106,7 @@ class Distillation(nn.Module):
         weights, teacher = self.weights, self._teacher[0]
         if measure:
             weights = ObjectiveWeights(kl=float(teacher is not None), cross_entropy=1.0)
-        position_ids = batch.position_ids if self._document_masks and batch.packed else None
-        inputs = batch.tokens, position_ids, batch.spans
+        inputs = batch.tokens, batch.position_ids if self._document_masks else None
         index = batch.predicting
         targets = batch.labels.flatten().index_select(0, index + 1)
         matches = self._matches and not measure
@@ -124,12 +114,12 @@ class Distillation(nn.Module):
             return combine(weights, {"layerwise": self._layerwise(batch, inputs, positions)})
         with ExitStack() as stack:
             teacher_states, recording = None, None
-            if teacher is not None and (weights.needs_teacher or matches):
+            if teacher is not None and (weights.kl or matches):
                 with torch.no_grad():
                     recording = stack.enter_context(recorded(teacher.model, hidden=True)) if matches else None
                     hidden = teacher.states(*inputs).flatten(0, 1).index_select(0, index)
                 teacher_states = States(hidden, teacher.head())
-            elif cached is not None and weights.needs_teacher:
+            elif cached is not None and weights.kl:
                 length = batch.tokens.shape[1]
                 teacher_states = cached.map(lambda tensor: tensor[index // length, index % length])
             own = stack.enter_context(recorded(self.student, hidden=True)) if matches else None
@@ -139,7 +129,7 @@ class Distillation(nn.Module):
         chunks = chunk_count(batch.labels[:, 1:].numel(), self._vocabulary)
         losses = logit_losses(weights, student, teacher_states, targets, chunks=chunks, positions=positions)
         if matches:
-            losses["hidden"] = matching_loss(own.hidden, recording.hidden, _valid(batch), positions)
+            losses["hidden"] = matching_loss(own.hidden, recording.hidden, batch.valid, positions)
         loss, parts = combine(weights, losses)
         if measure and teacher_states is not None:
             only = ObjectiveWeights(kl=0.0, cross_entropy=1.0)
@@ -154,21 +144,16 @@ class Distillation(nn.Module):
             teacher.states(*inputs)
         with on_teacher_inputs(self.student, recording) as own:
             self._student[0].states(*inputs)
-        return matching_loss(own.attention, recording.attention, _valid(batch), positions)
+        return matching_loss(own.attention, recording.attention, batch.valid, positions)
 
     @property
     def needs_logits(self) -> bool:
         """Return whether the teacher's logits must come with each batch."""
-        return self.weights.needs_teacher and self._teacher[0] is None
+        return bool(self.weights.kl) and self._teacher[0] is None
 
     def measured(self) -> list[str]:
         """Return the names of the losses that `forward` computes with `measure`."""
         return ["cross_entropy"] + (["kl", "teacher_cross_entropy"] if self._teacher[0] is not None else [])
-
-
-def _valid(batch: Batch) -> BoolTensor:
-    """Return the mask [B, T] of predicting positions."""
-    return pad(predicting(batch.labels), (0, 1))
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -185,12 +170,6 @@ def check_vocabularies(student: PreTrainedModel, teacher: PreTrainedModel) -> No
         )
 
 
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each decoder layer in place; layers share their code, so one compilation serves all."""
-    for layer in decoder_of(model).layers:
-        layer.compile()
-
-
 def shard_layers(model: PreTrainedModel) -> None:
     """Shard a frozen model's layers over all processes (FSDP2); embeddings, norm and head stay replicated."""
     from torch.distributed.fsdp import fully_shard
@@ -202,49 +181,34 @@ def shard_layers(model: PreTrainedModel) -> None:
 def _check_layers(student: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
     if teacher is None:
         raise SurgeryError("objectives hidden and layerwise need a teacher model: set teacher, or both weights to 0")
-    same_layers(student, list(decoder_of(teacher).layers))
-    sizes = [model.get_input_embeddings().weight.shape[1] for model in (student, teacher)]
-    if sizes[0] != sizes[1]:
-        raise SurgeryError(
-            f"hidden sizes differ: student {sizes[0]}, teacher {sizes[1]}; set objectives hidden and layerwise to 0"
-        )
+    models = student, teacher
+    for name, sizes in (
+        ("numbers of layers", [len(decoder_of(model).layers) for model in models]),
+        ("hidden sizes", [model.get_input_embeddings().weight.shape[1] for model in models]),
+    ):
+        if sizes[0] != sizes[1]:
+            raise SurgeryError(
+                f"{name} differ: student {sizes[0]}, teacher {sizes[1]}; set objectives hidden and layerwise to 0"
+            )
 
 
-def layer_errors(
-    student: Sequence[Tensor],
-    teacher: Sequence[Tensor],
-    valid: BoolTensor | None = None,
-    positions: float | None = None,
-) -> Tensor:
+def layer_errors(student: Sequence[Tensor], teacher: Sequence[Tensor], valid: BoolTensor, positions: float) -> Tensor:
     """Compute the relative squared error of each layer: [L] in fp32 (fp64 for fp64 inputs).
 
     Errors of a sequence are divided by the teacher's mean square on that sequence, so that the result does not depend
     on how sequences are dealt to processes and batches.
 
     Args:
-        student: L tensors [B, T, D], with gradients if they are enabled; the teacher's have none.
-        valid: mask [B, T] of the positions to compare; None for all.
-        positions: divisor of the sums over positions; None for the number of valid ones.
-
-    Raises SurgeryError: numbers of layers or shapes differ.
+        student, teacher: L tensors [B, T, D]; the teacher's get no gradient.
+        valid: mask [B, T] of the positions to compare.
+        positions: divisor of the sums over positions.
     """
-    if len(student) != len(teacher):
-        raise SurgeryError(
-            f"numbers of layers differ: student {len(student)}, teacher {len(teacher)}; they must be equal"
-        )
     sums = [_summed_error(*pair, valid) for pair in zip(student, teacher, strict=True)]
-    if positions is None:
-        positions = max(1, int(valid.sum()) if valid is not None else student[0].shape[:2].numel())
     # Layers of one model may lie on several devices.
     return torch.stack([error.to(sums[0].device) for error in sums]) / positions
 
 
-def matching_loss(
-    student: Sequence[Tensor],
-    teacher: Sequence[Tensor],
-    valid: BoolTensor | None = None,
-    positions: float | None = None,
-) -> Tensor:
+def matching_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], valid: BoolTensor, positions: float) -> Tensor:
     """Compute the mean of `layer_errors` over layers, a scalar: the objective's losses `hidden` and `layerwise`."""
     return layer_errors(student, teacher, valid, positions).mean()
 
@@ -257,39 +221,28 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
     gradients, and replaced in the residual stream by the teacher's, so that gradients end in the attention. Only
     attention parameters get gradients: set DDP's `find_unused_parameters` if others are trainable. Under FSDP keep
     weights gathered after the forward pass. `teacher` is a recording of `attention` and `inputs` for the same tokens.
-
-    Raises SurgeryError: the numbers of layers differ; or, in the forward pass, hidden sizes or tokens differ or
-    gradient checkpointing is on.
+    Gradient checkpointing must be off: it reruns layers after the hooks are removed.
     """
-    decoder = decoder_of(student)
     inputs, outputs = teacher.inputs, teacher.attention
-    same_layers(student, outputs)
 
     def give_input(layer: int) -> Callable[..., tuple[tuple, dict[str, Any]]]:
         def give(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            # Checkpointing reruns layers in the backward pass, after the hooks are removed.
-            if decoder.training and getattr(decoder.layers[layer], "gradient_checkpointing", False):
-                raise SurgeryError(
-                    "objective layerwise does not support gradient checkpointing: set gradient_checkpointing to false"
-                )
             own = args[0] if args else kwargs["hidden_states"]
-            teacher_states = _same_tokens(inputs[layer], record.seen(layer), own)
-            return (
-                ((teacher_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": teacher_states})
-            )
+            states = _same_tokens(inputs[layer], record.seen(layer), own)
+            return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
 
         return give
 
     def give_output(layer: int) -> Callable[..., Any]:
         def give(module: nn.Module, args: tuple, output: Any) -> Any:
             own = first(output)
-            teacher_states = _same_tokens(outputs[layer], record.seen(layer) - own.shape[1], own)
-            return (teacher_states, *output[1:]) if isinstance(output, tuple | list) else teacher_states
+            states = _same_tokens(outputs[layer], record.seen(layer) - own.shape[1], own)
+            return (states, *output[1:]) if isinstance(output, tuple | list) else states
 
         return give
 
     with recorded(student, attention=True) as record, ExitStack() as stack:
-        for index, layer in enumerate(decoder.layers):
+        for index, layer in enumerate(decoder_of(student).layers):
             # Registered after the recording's hooks, so that these see the student's own output.
             hook = attention_of(layer).register_forward_pre_hook(give_input(index), with_kwargs=True)
             stack.callback(hook.remove)
@@ -299,31 +252,14 @@ def on_teacher_inputs(student: nn.Module, teacher: Recording) -> Iterator[Record
 
 def _same_tokens(teacher: Tensor, start: int, own: Tensor) -> Tensor:
     """Return the teacher's states at the tokens of ``own``, the student's, in its dtype and on its device."""
-    states = teacher[:, start : start + own.shape[1]]
-    if states.shape != own.shape:
-        raise SurgeryError(
-            f"hidden states {list(own.shape)} of the student, {list(states.shape)} of its teacher: layers can be "
-            "matched for the same tokens and hidden size only"
-        )
-    return states.detach().to(own)
+    return teacher[:, start : start + own.shape[1]].detach().to(own)
 
 
-def _summed_error(student: Tensor, teacher: Tensor, valid: BoolTensor | None) -> Tensor:
+def _summed_error(student: Tensor, teacher: Tensor, valid: BoolTensor) -> Tensor:
     """Sum one layer's relative squared errors over valid positions; see `layer_errors`."""
-    if student.shape != teacher.shape:
-        raise SurgeryError(
-            f"outputs {list(student.shape)} of a student's layer, {list(teacher.shape)} of its teacher's: they cannot"
-            " be matched"
-        )
     wide = torch.promote_types(student.dtype, torch.float32)
-    teacher = teacher.detach().to(student.device, wide)
-    errors = (student.to(wide) - teacher).square().mean(-1)
-    squares = teacher.square().mean(-1)
-    if valid is None:
-        counted = torch.full((), squares.shape[1], device=squares.device)
-    else:
-        valid = valid.to(squares.device)
-        errors, squares = errors.where(valid, 0), squares.where(valid, 0)
-        counted = valid.sum(1)
-    means = squares.sum(1) / counted.clamp(min=1)
+    teacher, valid = teacher.detach().to(student.device, wide), valid.to(student.device)
+    errors = (student.to(wide) - teacher).square().mean(-1).where(valid, 0)
+    squares = teacher.square().mean(-1).where(valid, 0)
+    means = squares.sum(1) / valid.sum(1).clamp(min=1)
     return (errors.sum(1) / means.clamp(min=torch.finfo(wide).tiny)).sum()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import LongTensor, Tensor, nn
-from transformers import masking_utils
 
 from surgery.eval.logits import evaluation_mode
 
@@ -50,31 +46,3 @@ def _states(model: nn.Module, tokens: LongTensor, positions: LongTensor) -> Tens
     output = body(input_ids=tokens, position_ids=positions, use_cache=False)
     states = getattr(output, "last_hidden_state", None)
     return (output.logits if states is None else states).float()
-
-
-ASKS = "find_packed_sequence_indices"
-"""Function of `transformers.masking_utils` that checks, once a forward pass, whether position ids restart."""
-
-
-@contextmanager
-def known_documents(packed: bool | None) -> Iterator[None]:
-    """Build masks in a ``with`` block without reading position ids on the host, which would synchronize the device.
-
-    `packed` says whether position ids restart within a row; None leaves the check to transformers.
-    """
-    asks = getattr(masking_utils, ASKS, None)
-    if packed is None or asks is None:
-        yield
-        return
-
-    def answer(position_ids: LongTensor) -> Tensor | None:
-        if not packed:
-            return None
-        steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
-        return (steps != 1).cumsum(-1)
-
-    setattr(masking_utils, ASKS, answer)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, ASKS, asks)

@@ -113,7 +113,7 @@ def estimate(
     settings = settings.with_batches(processes)
     student = _on_meta(student_config, settings)
     teacher = None if teacher_config is None else _on_meta(teacher_config, settings)
-    choose_parameters(student, settings, teacher)
+    choose_parameters(student, settings)
     steps = settings.most_steps(processes)
     per_step = settings.global_batch(processes) * settings.length
     tokens = None if steps is None else steps * per_step

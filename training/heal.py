@@ -21,11 +21,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.carried_files import CarriedFiles
-from surgery.checkpoint.disk import as_json, disk_errors
+from surgery.checkpoint.disk import as_json, disk_errors, read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import REPORT as CONVERSION
 from surgery.checkpoint.file_kinds import list_files
@@ -37,6 +37,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.machine_faults import fault_message
 from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
+from surgery.common.wandb_service import check_wandb
 from surgery.model import register
 from surgery.model.parts import entries_of
 from surgery.running.models import causal_model, tokenizer_of
@@ -47,28 +48,26 @@ from surgery.training.balanced import balance_latents
 from surgery.training.checkpoints import Checkpoints, latest
 from surgery.training.distillation import Distillation, vocabulary_of
 from surgery.training.document_masks import honours_document_masks
-from surgery.training.evaluations import Evaluations
 from surgery.training.guards import Interrupted
 from surgery.training.loop import Loop, Training
-from surgery.training.lr_multipliers import LRMultipliers, adapter_factors, read_factors
+from surgery.training.lr_multipliers import Factors, LRMultipliers, adapter_factors, factors_of
 from surgery.training.measure import peak_memory
 from surgery.training.models import check_writable, set_dtypes, trained_tensors, use_attention, write_healed
 from surgery.training.nested import nested_attentions
 from surgery.training.open_data import HealingData, open_data
 from surgery.training.preparation import COMPUTED, open_accelerator, prepare
 from surgery.training.run_log import LOG, RunLog, drop_later_lines
-from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.settings import HealSettings
 from surgery.training.teacher_logits import open_logits
-from surgery.training.trackers import Tracker, check_tracker, start_tracker, tracker_folder
+from surgery.training.trackers import start_tracker, tracker_folder
 from surgery.training.trainable import choose_parameters
 from surgery.version import __version__
 
 register()
 
 REPORT = "heal.json"
-DECIDING = ("length", "train", "balanced", "lora_rank", "lora_alpha", "lora_modules", "learning_rate")
-DECIDING += ("schedule", "warmup", "weight_decay", "betas", "clip", "dtype", "seed")
-DECIDING += ("entry_factors",)
+DECIDING = ("length", "train", "lora_rank", "lora_alpha", "learning_rate", "schedule", "warmup", "betas", "clip")
+DECIDING += ("dtype", "seed", "entry_factors")
 """Settings that must not change when a run resumes. Logging and saving may, and limits with a note."""
 
 
@@ -85,7 +84,8 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     settings.check_complete()
     student, teacher = model_named(settings.student), settings.teacher and model_named(settings.teacher)
     settings = replace(settings, student=student, teacher=teacher)
-    check_tracker(settings)
+    if settings.wandb is not None:
+        check_wandb(settings.wandb_mode, "wandb")
     settings = settings.with_batches(world_size())
     accelerator = open_accelerator(settings)
     processes = Processes(cpu=settings.device == "cpu")
@@ -99,7 +99,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     run = Path(settings.out).expanduser().resolve()
     run = run.with_name(f"{run.name}.run")
     with ExitStack() as alone:
-        processes.from_main(lambda: _create_run_folder(run, alone, from_scratch=not settings.resume))
+        processes.from_main(lambda: _create_run_folder(run, alone))
         # The tracker starts before the models load, so that it fails early.
         log = _open_log(settings, accelerator, run, processes, progress)
         alone.callback(log.close)
@@ -135,12 +135,13 @@ class _Run:
         processes.from_main(lambda: carried.append(CarriedFiles.of(student_reader, keep_code=keep_code)))
         set_seed(settings.seed)
         student, teacher = self._models(student_reader, teacher_reader)
-        factors = read_factors(settings.entry_factors, student) if settings.entry_factors else {}
+        rules: dict[str, Factors] = {}
+        if settings.entry_factors:
+            rules = factors_of(read_json(Path(settings.entry_factors)), student, settings.entry_factors)
         masks = all(honours_document_masks(each, settings.length) for each in (student, teacher) if each is not None)
         if not masks:
             progress.note("attention crosses documents in packed rows: the models do not support document masks")
         tokenizer = tokenizer_of(student_reader, trust_remote_code=settings.trust_remote_code)
-        evaluations = self._evaluations(student, tokenizer)
         data = open_data(settings, tokenizer, self.folder / "data", processes=processes, progress=progress)
         logits = None
         if settings.teacher_logits:
@@ -154,7 +155,7 @@ class _Run:
                 processes=processes,
                 progress=progress,
             )
-        factors = self._set_trainable(student, teacher, factors)
+        factors = self._set_trainable(student, rules)
         counts = {
             "trained": sum(each.numel() for each in student.parameters() if each.requires_grad),
             "all": sum(each.numel() for each in student.parameters()),
@@ -179,7 +180,6 @@ class _Run:
                 progress=progress,
                 identity=_identity(settings, shas, data, processes.count) | {"document_masks": masks},
                 cached=logits.batch if logits and distillation.needs_logits else None,
-                evaluations=evaluations,
                 keeps_best=any(entry.quantizes for entry in entries_of(student.config.get_text_config())),
             )
         )
@@ -194,7 +194,6 @@ class _Run:
             **self._facts(),
             "parameters": counts,
             **_summary(loop, settings, processes.count),
-            "evaluation_settings": None if evaluations is None else evaluations.settings,
         }
         trained = trained_tensors(distillation.student)
         processes.from_main(lambda: _write(settings, student_reader, carried[0], trained, facts, self.folder / LOG))
@@ -210,32 +209,25 @@ class _Run:
             nested_attentions(student)  # fails early if a layer has no latents
         if not self.sharded:
             student.to(accelerator.device)
-        use_attention(student, settings.attention, accelerator.device)
+        use_attention(student, accelerator.device)
         if teacher_reader is None:
             return student, None
         teacher = causal_model(teacher_reader, trust_remote_code=settings.trust_remote_code)
         set_dtypes(teacher.requires_grad_(False), COMPUTED[accelerator.mixed_precision])
         teacher.to(accelerator.device)
-        use_attention(teacher, settings.attention, accelerator.device)
+        use_attention(teacher, accelerator.device)
         return student, teacher
 
-    def _evaluations(self, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluations | None:
-        if self.settings.evaluate_every is None:
-            return None
-        limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
-        return Evaluations(self.settings, tokenizer, limit, self.processes, sharded=self.sharded)
-
-    def _set_trainable(
-        self, student: PreTrainedModel, teacher: PreTrainedModel | None, factors: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _set_trainable(self, student: PreTrainedModel, rules: dict[str, Factors]) -> dict[str, torch.Tensor]:
         """Set the trainable parameters; return the learning-rate multipliers by the names of trainable parameters."""
-        choose_parameters(student, self.settings, teacher)
+        factors = {name: rules[name].dense(each) for name, each in student.named_parameters() if name in rules}
+        choose_parameters(student, self.settings)
         for name, parameter in student.named_parameters():
             if name in factors and not factors[name].any():
                 parameter.requires_grad_(False)
         if self.settings.train == "lora":
-            return adapter_factors(factors, student)
-        if self.settings.balanced and (balanced := balance_latents(student, factors)):
+            return adapter_factors(rules, student)
+        if balanced := balance_latents(student, factors):
             self.progress.note(
                 f"{balanced:,} latents rescaled, so that the weights before and after them have equal scale"
             )
@@ -247,8 +239,7 @@ class _Run:
             "start", settings=settings.to_dict(), trains=trained, parameters=total, processes=processes.count
         )
         self.progress.note(f"{trained:,} of {total:,} parameters are trained; processes: {processes.count}")
-        if settings.resume:
-            loop.resume()
+        loop.resume()
         loop.run()
 
     def _facts(self) -> dict[str, Any]:
@@ -258,8 +249,8 @@ class _Run:
             "device": self.accelerator.device.type,
             "processes": self.processes.count,
             "peak_memory_bytes": peak_memory(self.accelerator.device),
-            "wandb": self.log.tracker.run(),
-            "tracker_failed": self.log.tracker.failed,
+            "wandb": self.log.wandb_run(),
+            "tracker_failed": self.log.failed,
         }
 
 
@@ -316,29 +307,26 @@ def _open_log(
     settings: HealSettings, accelerator: Accelerator, run: Path, processes: Processes, progress: Progress
 ) -> RunLog:
     """Open the log, without lines of steps that run again, and start the tracker on the main process."""
-    started: list[Tracker] = []
 
     def start() -> None:
-        path = latest(run / "checkpoints") if settings.resume else None
+        path = latest(run / "checkpoints")
         drop_later_lines(run / LOG, int(path.name.split("-")[-1]) if path else -1)
         folder = tracker_folder(settings)
-        if settings.tracker != NO_TRACKER:
+        if settings.wandb is not None:
             with disk_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-        started.append(start_tracker(accelerator, settings, folder, progress.note))
+            start_tracker(accelerator, settings, folder)
 
     processes.from_main(start)
-    return RunLog(run / LOG, writes=processes.is_main, tracker=started[0] if started else None)
+    tracked = accelerator if settings.wandb is not None and processes.is_main else None
+    return RunLog(run / LOG, writes=processes.is_main, tracked=tracked, note=progress.note)
 
 
-def _create_run_folder(run: Path, alone: ExitStack, *, from_scratch: bool) -> None:
-    work = WorkFolder(run, ("checkpoints",))
-    work.open()
+def _create_run_folder(run: Path, alone: ExitStack) -> None:
+    WorkFolder(run, ("checkpoints",)).open()
     with disk_errors(run):
         # The lock also guards against a training that outlives its killed `surgery heal` and still saves its state.
         alone.enter_context(output_lock(run))
-        if from_scratch:
-            work.clear()
         (run / "data").mkdir(exist_ok=True)
 
 
@@ -360,7 +348,6 @@ def _summary(loop: Loop, settings: HealSettings, processes: int) -> dict[str, An
             "best_step": at.best_step,
             "written": "best" if loop.takes_best else "last",
         },
-        "evaluations": at.evaluations,
     }
 
 

@@ -24,8 +24,7 @@ from surgery.common.progress import Progress
 from surgery.common.removed import removal
 from surgery.training.checkpoints import BEST, Checkpoints
 from surgery.training.data import Sequences, TrainingRow, collate, dealt
-from surgery.training.evaluations import Evaluations, scalars
-from surgery.training.guards import Interrupted, SpikeGuard, StopRequest, memory_errors
+from surgery.training.guards import Interrupted, StopRequest, check_finite, memory_errors
 from surgery.training.lr_multipliers import LRMultipliers
 from surgery.training.measure import held_out_losses, peak_memory, summed
 from surgery.training.nested import NestedRanks
@@ -33,6 +32,9 @@ from surgery.training.run_log import RunLog
 from surgery.training.schedule import Budget, Position, learning_rate
 from surgery.training.settings import HealSettings
 from surgery.training.top_k import TopK
+
+LINE_EVERY = 10
+"""Steps between lines on the screen."""
 
 
 @dataclass
@@ -43,7 +45,6 @@ class Training:
         module: a `distillation.Distillation`, possibly wrapped; `names` are the losses that it measures.
         identity: values that must not change when a run resumes, as plain JSON values.
         cached: returns the teacher's logits for sequence numbers; None without cached logits.
-        evaluations: tasks to run between steps, or None.
         keeps_best: whether to write the state with the lowest held-out KL divergence, the initial state included. Set
             for models with quantized caches, where too large a step undoes the conversion's calibration.
     """
@@ -61,7 +62,6 @@ class Training:
     progress: Progress
     identity: dict[str, Any] = field(default_factory=dict)
     cached: Callable[[list[int]], TopK] | None = None
-    evaluations: Evaluations | None = None
     keeps_best: bool = False
 
 
@@ -114,11 +114,11 @@ class Loop:
             if saved_value != value:
                 raise SurgeryError.at(
                     path,
-                    f"was made with {name} {saved_value!r}, not {value!r}; set it back, discard the checkpoint with"
-                    " --restart (resume false), or choose another out",
+                    f"was made with {name} {saved_value!r}, not {value!r}; set it back, remove the checkpoints"
+                    " (surgery heal --restart), or choose another out",
                 )
-        # Earlier versions stored a position in streamed data.
-        self.at = Position(**{name: value for name, value in state["position"].items() if name != "data"})
+        # Earlier versions stored more.
+        self.at = Position(**{name: value for name, value in state["position"].items() if name in vars(self.at)})
         self._saved_step = self.at.step
         self._t.accelerator.step = 0  # accelerate's count of accumulated batches; checkpoints lie between steps
         self._t.progress.note(f"resuming after step {self.at.step} from {path}")
@@ -133,31 +133,27 @@ class Loop:
 
         Raises:
             Interrupted: SIGTERM or SIGINT arrived; a checkpoint was saved.
-            SurgeryError: the loss is not finite or spikes several times in a row, memory ran out, or a checkpoint
-                cannot be written.
+            SurgeryError: the loss is not finite, memory ran out, or a checkpoint cannot be written.
         """
         settings = self._t.settings
         self._began = time.monotonic() - self.at.seconds
         self._saved = self.at.seconds
         self._t.module.train()
-        with StopRequest() as stop, memory_errors(settings, lambda: self._doing):
+        with StopRequest() as stop, memory_errors(lambda: self._doing):
             if self.at.step == 0:
                 self._measure()
-                self._evaluate()
             while True:
                 batches, numbers = self._next_batches()
                 predicted, seconds, signal = self._synchronized(batches, stop)
                 if signal:
                     self._interrupt(signal, stop)
                 self.at.seconds = seconds
-                self.ended = self.ended or self._reached_limit()
+                self.ended = self._budget.reached(self.at.step, self.at.tokens, self.at.seconds)
                 if self.ended:
                     break
                 self._step(batches, numbers, predicted)
                 if settings.eval_every is not None and self.at.step % settings.eval_every == 0:
                     self._measure()
-                if settings.evaluate_every is not None and self.at.step % settings.evaluate_every == 0:
-                    self._evaluate()
                 self._save_if_due()
             self._finish()
 
@@ -181,26 +177,24 @@ class Loop:
         began = time.monotonic()
         self._doing = f"step {at.step + 1}"
         rate = self._set_learning_rate()
-        # Share of latents that all blocks keep in this step; None if they differ.
-        with nullcontext(1.0) if self._nested is None else self._nested.drawn(at.step) as share:
+        with nullcontext() if self._nested is None else self._nested.drawn(at.step):
             sums = self._backward(batches, numbers, max(1, predicted) / self._averaged)
             drawn = {"latents": self._nested.kept()} if self._nested is not None else {}
         t.factors.before_step()
         norm = t.accelerator.clip_grad_norm_(self._parameters, t.settings.clip or math.inf)
         *values, norm = _to_floats([*sums.values(), 0.0 if norm is None else norm])
         losses = dict(zip(sums, (value / self._averaged for value in summed(t.accelerator, values)), strict=True))
-        guard = self._guard(share)
         # The fp16 loss scaler finds its scale by overflowing gradients, and skips these steps itself.
         checked = 0.0 if t.accelerator.scaler is not None else norm
-        spike = guard.check(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
-        self._update(spike)
+        check_finite(losses["loss"], checked, at.step + 1, t.checkpoints.last_good)
+        t.optimizer.step()
+        t.factors.after_step()
+        t.optimizer.zero_grad()
         at.step += 1
         at.tokens += self._batch * t.settings.length
-        self._remember(share, guard)
         at.last_loss = losses["loss"]
         at.first_loss = losses["loss"] if at.first_loss is None else at.first_loss
-        left_out = {} if spike is None else {"left_out": True}
-        self._report({**losses, **drawn}, rate, norm, time.monotonic() - began, **left_out)
+        self._report({**losses, **drawn}, rate, norm, time.monotonic() - began)
 
     def _backward(self, batches: list, numbers: list[list[int]], positions: float) -> dict[str, Tensor]:
         """Accumulate the gradients of the batches; return the sums of the loss and its parts, on their device."""
@@ -215,28 +209,6 @@ class Loop:
                 sums[name] = sums[name] + part if name in sums else part
         return sums
 
-    def _update(self, spike: str | None) -> None:
-        """Step the optimizer; after a spike, report it and skip the step."""
-        t = self._t
-        if spike is not None:
-            t.progress.note(spike)
-        else:
-            t.optimizer.step()
-            t.factors.after_step()
-        t.optimizer.zero_grad()
-
-    def _guard(self, share: float | None) -> SpikeGuard:
-        """Return the guard with the last losses at this share of latents; without spike checks if blocks differ."""
-        recent = self.at.recent if share == 1 else self.at.recent_nested.get(f"{share}")
-        return SpikeGuard(None if share is None else self._t.settings.spike, recent, self.at.spikes)
-
-    def _remember(self, share: float | None, guard: SpikeGuard) -> None:
-        self.at.spikes = guard.spikes
-        if share == 1:
-            self.at.recent = guard.recent
-        elif share is not None:
-            self.at.recent_nested[f"{share}"] = guard.recent
-
     def _set_learning_rate(self) -> float:
         """Set and return the learning rate at the middle of the coming step."""
         at, settings = self.at, self._t.settings
@@ -248,7 +220,7 @@ class Loop:
             group["lr"] = rate
         return rate
 
-    def _report(self, losses: dict[str, float], rate: float, norm: float, seconds: float, **flags: bool) -> None:
+    def _report(self, losses: dict[str, float], rate: float, norm: float, seconds: float) -> None:
         at, tokens = self.at, self._batch * self._t.settings.length
         at.step_seconds += seconds
         line = {
@@ -261,9 +233,9 @@ class Loop:
             "tokens_per_second": tokens / seconds,
             "memory_bytes": peak_memory(self._t.accelerator.device),
         }
-        self._t.log.write("step", **line, **flags)
+        self._t.log.write("step", **line)
         self._t.log.track(at.step, {name: value for name, value in line.items() if name != "step"})
-        if at.step % self._t.settings.log_every == 0 or at.step == 1:
+        if at.step % LINE_EVERY == 0 or at.step == 1:
             spent = at.seconds + seconds
             used = self._budget.used(at.step, at.tokens, spent)
             remaining = f", about {duration(spent * (1 - used) / used)} left" if 0 < used < 1 else ""
@@ -311,22 +283,6 @@ class Loop:
         entropies = [value for name, value in losses.items() if name.split("_at_")[0] == "cross_entropy"]
         return losses, sum(entropies) / len(entropies)
 
-    def _evaluate(self) -> None:
-        """Run the evaluation tasks, unless this step has results already."""
-        t, at = self._t, self.at
-        if t.evaluations is None or (at.evaluations and at.evaluations[-1]["step"] == at.step):
-            return
-        with self._untimed(f"the evaluation after step {at.step}"):
-            results = t.evaluations.measure(t.accelerator, t.module, t.accelerator.unwrap_model(t.module).student)
-        at.evaluations.append({"step": at.step, "tokens": at.tokens, **results})
-        t.log.write("evaluation", **at.evaluations[-1])
-        t.log.track(at.step, {f"evaluation/{name}": value for name, value in scalars(results).items()})
-        parts = ", ".join(
-            f"{name} {with_perplexity(value) if name.endswith('loss') else decimal(value, 4)}"
-            for name, value in scalars(results).items()
-        )
-        t.progress.note(f"evaluated after step {at.step}: {parts}")
-
     @contextmanager
     def _untimed(self, doing: str) -> Iterator[None]:
         """Exclude the time of a ``with`` block from the budget's seconds; for measurements."""
@@ -335,15 +291,6 @@ class Loop:
         spent = time.monotonic() - began
         self._began += spent
         self.at.measuring_seconds += spent
-
-    def _reached_limit(self) -> str:
-        at, settings = self.at, self._t.settings
-        limits = (
-            ("max_steps", at.step, settings.max_steps),
-            ("max_tokens", at.tokens, settings.max_tokens),
-            ("max_seconds", at.seconds, settings.max_seconds),
-        )
-        return next((f"{name} reached" for name, used, limit in limits if limit is not None and used >= limit), "")
 
     def _save_if_due(self) -> None:
         settings, at = self._t.settings, self.at
@@ -374,7 +321,6 @@ class Loop:
         t, at = self._t, self.at
         if at.measured_step != at.step:
             self._measure()
-        self._evaluate()
         if at.step != self._saved_step:
             self._save()
         if self.takes_best and at.best_step not in (None, at.step):

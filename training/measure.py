@@ -24,9 +24,9 @@ def held_out_losses(
     without labels fill up the rest. `module` is a `distillation.Distillation`, possibly wrapped.
     """
     batches = [collate(rows[first : first + batch_size]) for first in range(0, len(rows), batch_size)]
-    nothing = replace(batches[0], labels=torch.full_like(batches[0].labels, IGNORED), predicting=None)
+    empty = [replace(row, labels=torch.full_like(row.labels, IGNORED)) for row in rows[:batch_size]]
     while len(batches) % accelerator.num_processes:
-        batches.append(nothing)
+        batches.append(collate(empty))
     sums: list[Tensor] = []
     predicted = 0
     with evaluation_mode(module):

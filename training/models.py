@@ -74,7 +74,7 @@ def write_healed(
     reader.check_unchanged()  # by hash: a changed timestamp alone must not lose a training
     if settings.train == "lora":
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha, settings.lora_modules)
+        adapted = add_adapters(model.float(), settings.lora_rank, settings.lora_alpha)
         _copy_trained(model, trained)
         if not reader.stored_names:  # in a vision-language model the adapter's module names would not match
             with disk_errors(folder):
@@ -136,13 +136,9 @@ def _copy_rest(carried: CarriedFiles, folder: Path) -> None:
         (folder / CONFIG).write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
 
 
-def use_attention(model: PreTrainedModel, choice: str, device: torch.device) -> str | None:
+def use_attention(model: PreTrainedModel, device: torch.device) -> str | None:
     """Set a model's attention function for training and return its name; None keeps the loaded one.
 
-    Args:
-        choice: "model" for the function that the model was loaded with; "auto" for `surgery.running.equal_widths` on a
-            CPU, the model's on a GPU.
+    On a CPU it is `surgery.running.equal_widths`, if that supports the model.
     """
-    if choice == "model" or device.type != "cpu":
-        return None
-    return equal_widths.NAME if equal_widths.use_equal_widths(model) else None
+    return equal_widths.NAME if device.type == "cpu" and equal_widths.use_equal_widths(model) else None

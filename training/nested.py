@@ -50,17 +50,17 @@ class NestedRanks:
             down.register_forward_hook(_masked)
 
     @contextmanager
-    def drawn(self, step: int) -> Iterator[float | None]:
+    def drawn(self, step: int) -> Iterator[None]:
         """Cut blocks to the shares drawn for a step, counted from 0, in a ``with`` block.
 
-        Every share is equally likely. Half of the steps draw one share for all blocks, as slices have, and yield it.
-        The others draw one per block, as in the paper, and yield None.
+        Every share is equally likely. Half of the steps draw one share for all blocks, as slices have, the others one
+        per block, as in the paper.
         """
         alike, draw = _random_numbers(2, self._seed, step)
         share = self._share(draw) if alike < ALIKE else None
         draws = [_random_numbers(len(blocks), self._seed, step, layer) for layer, blocks in enumerate(self._blocks)]
         with self._cut(lambda layer, block: self._share(draws[layer][block]) if share is None else share):
-            yield share
+            yield
 
     @contextmanager
     def cut(self, share: float) -> Iterator[None]:

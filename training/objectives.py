@@ -5,73 +5,26 @@ Both losses are means over positions, in nats, computed in fp32 (fp64 for fp64 h
 
 Gradients reach the student's hidden states and its head. Against the top-k tokens of a teacher (`top_k.TopK`), KL
 compares distributions over k + 1 outcomes: the k tokens and "any other". This is a lower bound of the divergence over
-the vocabulary, by the data processing inequality, and equals it for k = V.
+the vocabulary, by the data processing inequality.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import isfinite
 
 import torch
-from torch import BoolTensor, LongTensor, Tensor
+from torch import LongTensor, Tensor
 from torch.nn.functional import cross_entropy as token_cross_entropy
 from torch.nn.functional import log_softmax
 
-from surgery.common.errors import SurgeryError
-from surgery.common.file_settings import FileSettings
 from surgery.training.chunks import States, chunk_count, summed_over_chunks
+from surgery.training.settings import ObjectiveWeights
 from surgery.training.top_k import TopK, buckets
 
 Teacher = States | TopK
 """Teacher at the student's positions: hidden states with a head, or cached top-k logits."""
 
 ON_LOGITS = ("kl", "cross_entropy")
-
-
-@dataclass(frozen=True)
-class ObjectiveWeights(FileSettings):
-    """Weights of the losses; a loss of weight 0 is not computed.
-
-    Attributes:
-        hidden: weight of `matching.matching_loss` on the outputs of layers.
-        layerwise: the same on attention outputs, each on its teacher's input (CSKV, arXiv:2409.10593); excludes others.
-
-    Raises SurgeryError: a value is out of range, all weights are 0, or layerwise is combined with other losses.
-    """
-
-    kl: float = 1.0
-    cross_entropy: float = 0.0
-    hidden: float = 0.0
-    layerwise: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in PARTS:
-            weight = getattr(self, name)
-            if not (isinstance(weight, int | float) and isfinite(weight) and weight >= 0):
-                raise SurgeryError(f"objective {name}: weight must be a finite number >= 0, not {weight!r}")
-        if not self.parts():
-            raise SurgeryError(f"all objective weights are 0: set one of {', '.join(PARTS)} above 0")
-        if self.layerwise and len(self.parts()) > 1:
-            raise SurgeryError("objective layerwise excludes other losses: train them in a second stage")
-
-    def parts(self) -> list[str]:
-        """Return the names of the losses with nonzero weights."""
-        return [name for name in PARTS if getattr(self, name)]
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Return whether a loss compares with the teacher's distribution."""
-        return bool(self.kl)
-
-
-PARTS = tuple(each.name for each in fields(ObjectiveWeights))
-
-
-def predicting(labels: LongTensor) -> BoolTensor:
-    """Return the mask [B, T - 1] of predicting positions: true at t if ``labels`` [B, T] have a token at t + 1."""
-    return labels[:, 1:] != -100
 
 
 def logit_losses(
@@ -92,27 +45,23 @@ def logit_losses(
         positions: divisor of the sums; None for N. To weigh all positions of a global batch equally, pass their number
             divided by the number of gradients that are averaged (processes times accumulated batches).
 
-    Raises SurgeryError: vocabulary sizes or numbers of positions differ, or an input is missing.
     """
     names = [name for name in ON_LOGITS if getattr(weights, name)]
-    if weights.cross_entropy and targets is None:
-        raise SurgeryError("cross_entropy needs targets: pass the next tokens")
     if not names:
         return {}
     vocabulary, count = student.vocabulary(), len(student.hidden)
     columns = {"hidden": student.hidden}
-    if weights.needs_teacher:
-        columns |= _teacher_columns(teacher, vocabulary, student.hidden.device)
+    if weights.kl and isinstance(teacher, TopK):
+        columns |= teacher.tensors()
+    elif weights.kl:
+        columns["teacher"] = teacher.hidden.detach()
     if weights.cross_entropy:
-        columns["targets"] = targets.to(student.hidden.device)
-    if any(len(column) != count for column in columns.values()):
-        sizes = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
-        raise SurgeryError(f"numbers of positions differ between student, teacher and targets: {sizes}")
+        columns["targets"] = targets
 
     def sums(*pieces: Tensor) -> Tensor:
         chunk = dict(zip(columns, pieces, strict=True))
         logits = student._replace(hidden=chunk["hidden"]).logits()
-        losses = {"kl": _divergence(logits, teacher, chunk)} if weights.needs_teacher else {}
+        losses = {"kl": _divergence(logits, teacher, chunk)} if weights.kl else {}
         if weights.cross_entropy:
             losses["cross_entropy"] = token_cross_entropy(logits, chunk["targets"], reduction="sum")
         return torch.stack([losses[name] for name in names])
@@ -124,33 +73,9 @@ def logit_losses(
 
 
 def combine(weights: ObjectiveWeights, parts: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted sum of scalar losses with gradients, and the unweighted losses, detached.
-
-    Raises SurgeryError: a loss with a nonzero weight is missing.
-    """
-    missing = [name for name in weights.parts() if name not in parts]
-    if missing:
-        raise SurgeryError(f"no loss was computed for {', '.join(missing)}: set its weight to 0 or pass its inputs")
+    """Return the weighted sum of scalar losses with gradients, and the unweighted losses, detached."""
     total = torch.stack([getattr(weights, name) * parts[name].float() for name in weights.parts()]).sum()
     return total, {name: part.detach() for name, part in parts.items()}
-
-
-def _teacher_columns(teacher: Teacher | None, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the teacher's per-position tensors by name, to be chunked with the student's.
-
-    Raises SurgeryError: there is no teacher, or its distribution cannot be compared with the student's.
-    """
-    if teacher is None:
-        raise SurgeryError("kl needs a teacher: set teacher or teacher_logits")
-    is_kept = isinstance(teacher, TopK)
-    size = teacher.vocabulary if is_kept else teacher.vocabulary()
-    if size != vocabulary:
-        raise SurgeryError(
-            f"vocabulary sizes differ: student {vocabulary}, teacher {size}; use a teacher with the same vocabulary"
-        )
-    if not is_kept:
-        return {"teacher": teacher.hidden.detach()}
-    return {name: tensor.to(device) for name, tensor in teacher.tensors().items()}
 
 
 def _divergence(logits: Tensor, teacher: Teacher, chunk: Mapping[str, Tensor]) -> Tensor:

@@ -52,8 +52,7 @@ def open_data(
 
     Args:
         settings: `data`; `length`, tokens of a row, bos included; `held_out`, rows that are split over the sources by
-            weight; `recall`, which conversations ignore, since planted lines would break the chat template's turns; and
-            `seed`, which does not change the choice of held-out documents.
+            weight; `recall`; and `seed`, which does not change the choice of held-out documents.
 
     Raises:
         SurgeryError: a source cannot be read or has too little text.
@@ -64,7 +63,7 @@ def open_data(
     parts = []
     for source, share in zip(sources, shares_of(settings.held_out, weights), strict=True):
         shape = RowShape.of(tokenizer, settings.length)
-        recalls = None if source.is_chat or not recall else Recalls(tokenizer, recall, seed, source.wording)
+        recalls = Recalls(tokenizer, recall, seed, source.wording) if recall else None
         file = _token_file(source, tokenizer, Path(folder), processes, progress)
         parts.append(PackedSequences(file, shape, source.source, seed, share, recalls))
     rows = [row for part in parts for row in part.held_out]

@@ -38,10 +38,6 @@ class RowShape:
     length: int
     bos: int | None
 
-    def __post_init__(self) -> None:
-        if self.length < 2:
-            raise SurgeryError(f"length must be at least 2 tokens, not {self.length}")
-
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, length: int) -> RowShape:
         """Create the row shape for a tokenizer."""
@@ -81,10 +77,6 @@ class Recalls:
     share: float
     seed: int
     wording: Wording = in_code
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise SurgeryError(f"recall must be from 0 to 1, not {self.share}")
 
     def planted(self, number: int, pieces: list[list[int]]) -> list[list[int]]:
         """Return the pieces of row `number`, joined to one document of equal length if facts are planted in it.

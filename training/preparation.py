@@ -11,11 +11,10 @@ from surgery.common.errors import SurgeryError
 from surgery.common.removed import removal
 from surgery.running.processes import PATIENCE
 from surgery.running.source import checked_device
-from surgery.training.distillation import Distillation, compile_layers, shard_layers
+from surgery.training.distillation import Distillation, shard_layers
 from surgery.training.models import set_dtypes
-from surgery.training.settings import NO_TRACKER, HealSettings
+from surgery.training.settings import HealSettings
 from surgery.training.trackers import tracker_folder
-from surgery.training.trainable import parameter_groups
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,7 +39,7 @@ def open_accelerator(settings: HealSettings) -> Accelerator:
             cpu=settings.device == "cpu",
             mixed_precision=PRECISIONS[dtype],
             gradient_accumulation_steps=settings.gradient_accumulation,
-            log_with=None if settings.tracker == NO_TRACKER else settings.tracker,
+            log_with=None if settings.wandb is None else "wandb",
             project_dir=str(tracker_folder(settings)),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
@@ -71,10 +70,8 @@ def prepare(
     module = Distillation(student, settings.weights(), teacher, document_masks=document_masks)
     # After `Distillation`, which runs the student without autocast, and so needs one dtype.
     set_dtypes(student, COMPUTED[accelerator.mixed_precision])
-    if settings.compile:
-        compile_layers(student)
-    groups = parameter_groups(student.parameters(), settings.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
+    parameters = [each for each in student.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0)
     module, optimizer = accelerator.prepare(module, optimizer)
     if teacher is not None and settings.shard_teacher:
         if not accelerator.is_fsdp2:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,12 @@ class Budget:
         """Return the share of the budget that is used up, by the nearest limit; the run ends at 1."""
         limits = ((steps, self.steps), (tokens, self.tokens), (seconds, self.seconds))
         return max((used / limit for used, limit in limits if limit is not None), default=0.0)
+
+    def reached(self, steps: int, tokens: int, seconds: float) -> str:
+        """Return the first limit that is reached, "max_steps reached"; empty for none."""
+        used = {"steps": steps, "tokens": tokens, "seconds": seconds}
+        limits = asdict(self).items()
+        return next((f"max_{name} reached" for name, limit in limits if limit is not None and used[name] >= limit), "")
 
 
 def learning_rate(schedule: str, used: float, *, warmup: float = 0.0) -> float:
@@ -44,10 +49,7 @@ class Position:
     Attributes:
         seconds: training time over all resumed runs, without measurements, which are in `measuring_seconds`.
         step_seconds: part of `seconds` inside steps.
-        recent: last losses, with which a spike is compared; `recent_nested`: the same by share of latents.
-        spikes: consecutive steps that were skipped as spikes.
         best_held_out, best_step: lowest loss by `Loop.judge`, the mean over all shares with nested ranks, and its step.
-        evaluations: results of evaluations, each with its step and tokens; see `evaluations.headline`.
     """
 
     step: int = 0
@@ -55,9 +57,6 @@ class Position:
     seconds: float = 0.0
     step_seconds: float = 0.0
     measuring_seconds: float = 0.0
-    recent: list[float] = field(default_factory=list)
-    recent_nested: dict[str, list[float]] = field(default_factory=dict)
-    spikes: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
     first_held_out: dict[str, float] = field(default_factory=dict)
@@ -65,4 +64,3 @@ class Position:
     best_held_out: float | None = None
     best_step: int | None = None
     measured_step: int | None = None
-    evaluations: list[dict[str, Any]] = field(default_factory=list)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from typing import Any, Literal
 
 from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import FileSettings
 from surgery.common.removed import removal
 from surgery.common.setting import DTYPE_NAMES, did_you_mean, setting
-
-if TYPE_CHECKING:
-    from surgery.training.objectives import ObjectiveWeights
 
 BUILTIN = "builtin"
 FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
@@ -20,16 +17,45 @@ FEWEST_STEPS, MOST_ROWS, MOST_AT_ONCE = 200, 16, 4
 
 Few large and many small steps were compared on the demo model; SmolLM2 was healed with small ones (docs/healing.md).
 """
-NO_TRACKER = "none"
-Evaluation = Literal["loss", "recall"]
-"""Tasks of `surgery eval` that can run during training."""
-
 LEARNED_FROM = ("teacher", "teacher_logits", "objective")
 """Settings of the teacher signal. If none is set, `surgery heal` distills from the student's recorded source."""
 
-LOSSES = ("kl", "cross_entropy", "hidden", "layerwise")
-"""Names of the losses in an objective."""
 SHORT_DTYPES = {name: short for short, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class ObjectiveWeights(FileSettings):
+    """Weights of the losses; a loss of weight 0 is not computed.
+
+    Attributes:
+        hidden: weight of `distillation.matching_loss` on the outputs of layers.
+        layerwise: the same on attention outputs, each on its teacher's input (CSKV, arXiv:2409.10593); excludes others.
+
+    Raises SurgeryError: a value is out of range, all weights are 0, or layerwise is combined with other losses.
+    """
+
+    kl: float = 1.0
+    cross_entropy: float = 0.0
+    hidden: float = 0.0
+    layerwise: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in LOSSES:
+            weight = getattr(self, name)
+            if not (isfinite(weight) and weight >= 0):
+                raise SurgeryError(f"objective {name}: weight must be a finite number >= 0, not {weight!r}")
+        if not self.parts():
+            raise SurgeryError(f"all objective weights are 0: set one of {', '.join(LOSSES)} above 0")
+        if self.layerwise and len(self.parts()) > 1:
+            raise SurgeryError("objective layerwise excludes other losses: train them in a second stage")
+
+    def parts(self) -> list[str]:
+        """Return the names of the losses with nonzero weights."""
+        return [name for name in LOSSES if getattr(self, name)]
+
+
+LOSSES = tuple(each.name for each in fields(ObjectiveWeights))
 
 
 @dataclass(frozen=True)
@@ -78,25 +104,12 @@ class HealSettings(FileSettings):
     held_out: int = setting(
         16, "Sequences kept from training for the held-out loss; 0 for none.", least=0, advanced=True
     )
-    train: Literal["all", "attention", "new", "lora"] = setting(
-        "attention",
-        "Parameters to train: attention, new (those that the teacher lacks under that name and shape), lora, or all.",
-        section="What trains",
-    )
-    balanced: bool = setting(
-        True,
-        "First rescale latents between two trainable weights, so that one learning rate suits both.",
-        more="The student's outputs stay equal, bit for bit.",
-        advanced=True,
+    train: Literal["all", "attention", "lora"] = setting(
+        "attention", "Parameters to train: attention, low-rank adapters of it (lora), or all.", section="What trains"
     )
     lora_rank: int = setting(16, "Rank of the adapters.", least=1, advanced=True)
     lora_alpha: float = setting(
         32.0, "Alpha of the adapters, whose update is scaled by alpha / rank.", above=0, advanced=True
-    )
-    lora_modules: tuple[str, ...] = setting(
-        (),
-        "Names of the modules that get adapters, with * and ?; none: the linear modules of attention.",
-        advanced=True,
     )
     entry_factors: str | None = setting(
         None,
@@ -143,9 +156,6 @@ class HealSettings(FileSettings):
     warmup: float = setting(
         0.05, "Share of the budget over which the learning rate rises from 0.", least=0, most=1, advanced=True
     )
-    weight_decay: float = setting(
-        0.0, "Weight decay of matrices; vectors, norms and biases have none.", least=0, advanced=True
-    )
     betas: tuple[float, ...] = setting((0.9, 0.95), "Betas of AdamW.", kind="two numbers", metavar="F,F", advanced=True)
     clip: float | None = setting(1.0, "Maximum norm of the gradient.", above=0, unset="no limit", advanced=True)
     max_tokens: int | None = setting(
@@ -164,17 +174,11 @@ class HealSettings(FileSettings):
         metavar="SECONDS",
     )
     max_steps: int | None = setting(None, "Stop after this many steps.", least=1)
-    attention: Literal["auto", "model"] = setting(
-        "auto",
-        "Attention function: model is the one that the model loads with.",
-        more="auto: PyTorch's fused kernel for any head sizes on a CPU, the model's on a GPU.",
-        section="Machine",
-        advanced=True,
-    )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto",
         "Compute dtype: auto is bf16 on a GPU that supports it, fp32 elsewhere; float32 is the same as fp32.",
         more="Trainable weights are always fp32.",
+        section="Machine",
         synonyms=SHORT_DTYPES,
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
@@ -183,7 +187,6 @@ class HealSettings(FileSettings):
     gradient_checkpointing: bool = setting(
         False, "Recompute activations in the backward pass, from each layer's input.", advanced=True
     )
-    compile: bool = setting(False, "Compile the student's layers with torch.compile.", advanced=True)
     shard_teacher: bool = setting(False, "Under FSDP2, shard the teacher's layers too.", advanced=True)
     trust_remote_code: bool = setting(False, "Run model code that comes with the checkpoints.", advanced=True)
     seed: int = setting(0, "Seed of the data order and of all other random choices.", advanced=True)
@@ -196,33 +199,6 @@ class HealSettings(FileSettings):
         section="Evaluation during training",
         advanced=True,
     )
-    spike: float | None = setting(
-        5.0,
-        "Skip a step whose loss is above this many times the recent median; three in a row end the run.",
-        above=1,
-        unset="no skipping; nan and infinity end the run",
-        advanced=True,
-    )
-    evaluate_every: int | None = setting(
-        None,
-        "Steps between evaluations of the student, at the start and the end too.",
-        least=1,
-        unset="none",
-        advanced=True,
-    )
-    evaluate_tasks: tuple[Evaluation, ...] = setting(
-        ("loss", "recall"), "Tasks of these evaluations, as in surgery eval.", advanced=True
-    )
-    evaluate_data: tuple[str, ...] = setting(
-        (),
-        "Held-out texts for these evaluations, more than once for several; none: as surgery eval.",
-        metavar="FILE|DATASET|NAME",
-        repeated=True,
-        advanced=True,
-    )
-    evaluate_limit: int | None = setting(
-        None, "Maximum samples per task.", least=1, unset="as many as in surgery eval", advanced=True
-    )
     save_every: int | None = setting(
         200, "Steps between checkpoints.", least=1, unset="no limit", section="Checkpoints", advanced=True
     )
@@ -230,24 +206,12 @@ class HealSettings(FileSettings):
         600.0, "Seconds between checkpoints, if that comes first.", above=0, unset="no limit", advanced=True
     )
     keep_last: int = setting(2, "Number of checkpoints to keep.", least=1, advanced=True)
-    resume: bool = setting(
-        True, "Resume from the last good checkpoint; otherwise the files of an earlier run are removed.", advanced=True
-    )
     overwrite: bool = setting(False, "Replace out if it exists.", in_file=True)
-    log_every: int = setting(
-        10, "Steps between lines on the screen; the log file has every step.", least=1, advanced=True
-    )
-    tracker: str = setting(
-        NO_TRACKER,
-        "Tracker of the run: none, wandb, tensorboard or another of accelerate's.",
-        section="Output",
-        metavar="NAME",
-    )
+    wandb: str | None = setting(None, "Log to wandb.", section="Output", metavar="PROJECT")
     wandb_mode: Literal["online", "offline", "disabled"] = setting("online", "How wandb logs.", advanced=True)
-    project: str = setting("surgery-heal", "Project in the tracker.", metavar="NAME")
     tracker_folder: str | None = setting(
         None,
-        "Folder for trackers that write files.",
+        "Folder for wandb's files.",
         unset="OUT.tracking; OUT.run if training is launched directly",
         metavar="DIR",
         advanced=True,
@@ -277,11 +241,9 @@ class HealSettings(FileSettings):
 
         Raises SurgeryError: a weight is invalid.
         """
-        from surgery.training.objectives import ObjectiveWeights
-
         objective = self.objective or ({"kl": 1.0} if self.has_teacher else {"cross_entropy": 1.0})
         # An objective is complete: losses that it does not name have weight 0, not their default.
-        return ObjectiveWeights(**{**dict.fromkeys(LOSSES, 0.0), **objective})
+        return ObjectiveWeights(**{"kl": 0.0, **objective})
 
     @property
     def has_teacher(self) -> bool:
@@ -298,18 +260,6 @@ class HealSettings(FileSettings):
                 self.teacher_logits is not None and endless,
                 "teacher_logits needs a fixed number of sequences: set max_tokens or max_steps",
             ),
-            (
-                self.train == "new" and self.teacher is None,
-                'train "new" needs a teacher to compare parameters with: set teacher, or use train "attention"',
-            ),
-            (
-                self.evaluate_every is not None and not self.evaluate_tasks,
-                "evaluate_every is set, but evaluate_tasks is empty: add loss or recall",
-            ),
-            (
-                self.train != "lora" and self.lora_modules,
-                'lora_modules needs train "lora": set it, or remove lora_modules',
-            ),
         ]
         for is_wrong, problem in problems:
             if is_wrong:
@@ -320,7 +270,7 @@ class HealSettings(FileSettings):
         for entry in self.data:
             keys, source = (entry, entry.get("source")) if isinstance(entry, dict) else ((), entry)
             for name in (*keys, f"data {source}"):
-                if reason := removal(name):
+                if reason := removal(name) or removal(f"data {name}"):
                     raise SurgeryError(f"{name} {reason}")
 
     def _check_objective(self) -> None:
@@ -336,6 +286,7 @@ class HealSettings(FileSettings):
             raise SurgeryError(
                 f"objective {distilled[0]} needs a teacher: set teacher, or use cross_entropy", setting="objective"
             )
+        self.weights()
         if matched and (self.teacher is None or self.teacher_logits is not None):
             raise SurgeryError(
                 f"objective {matched[0]} needs the teacher's layers: set teacher, without teacher_logits",
@@ -347,18 +298,12 @@ class HealSettings(FileSettings):
                 "gradient_checkpointing to false",
                 setting="objective",
             )
-        if matched and self.compile:
-            raise SurgeryError(
-                f"objective {matched[0]} does not support compile: set compile to false, or drop the objective",
-                setting="objective",
-            )
 
     def check_complete(self) -> None:
-        """Raise SurgeryError if the student, the output folder or a valid objective is missing."""
+        """Raise SurgeryError if the student or the output folder is missing."""
         for name in ("student", "out"):
             if not getattr(self, name):
                 raise SurgeryError(f"{name} is missing: set it in the settings file")
-        self.weights()
 
     def with_batches(self, processes: int) -> HealSettings:
         """Return these settings with batch size and gradient accumulation filled in.
@@ -392,8 +337,3 @@ class HealSettings(FileSettings):
         """Return the number of sequences of one step over all processes."""
         settings = self.with_batches(processes)
         return settings.batch_size * settings.gradient_accumulation * processes
-
-
-def named(pattern: str, name: str) -> bool:
-    """Return whether a name, or its end after a dot, matches a pattern with * and ?."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")

@@ -68,47 +68,49 @@ class TeacherLogits:
         Raises SurgeryError: it holds other files, or logits of another model, other data or other sizes.
         """
         self.folder, self.identity = Path(folder), identity
+        self._rows = max(1, min(SHARD_BYTES // identity.sequence_bytes, identity.sequences))
+        header = {"format": _FORMAT, **asdict(identity), "sequences_per_shard": self._rows}
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             # Listed once: another process may write the header meanwhile.
             names = [name for name in os.listdir(self.folder) if not name.endswith(".partial")]
-            if names and HEADER not in names:
-                raise SurgeryError.at(self.folder, "contains files other than teacher logits; choose another folder")
-        rows = max(1, min(SHARD_BYTES // identity.sequence_bytes, identity.sequences))
-        header = {"format": _FORMAT, **asdict(identity), "sequences_per_shard": rows}
-        if not (self.folder / HEADER).exists():
+        if names and HEADER not in names:
+            raise SurgeryError.at(self.folder, "contains files other than teacher logits; choose another folder")
+        if not names:
             with written_whole(self.folder / HEADER) as part:
                 part.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
-        self._rows = _checked(self.folder / HEADER, header)
+        there = read_json(self.folder / HEADER)
+        differing = [
+            f"{name} {there.get(name)!r} instead of {header[name]!r}"
+            for name in header
+            if there.get(name) != header[name]
+        ]
+        if differing:
+            raise SurgeryError.at(
+                self.folder, f"its teacher logits do not fit this run ({', '.join(differing)}); choose another folder"
+            )
 
     def missing(self) -> list[range]:
         """Return the sequence numbers of each missing shard; empty if the cache is complete."""
         with disk_errors(self.folder):
             names = set(os.listdir(self.folder))
-        return [self._numbers(shard) for shard in range(self._shards()) if self._path(shard).name not in names]
+        starts, end = range(0, self.identity.sequences, self._rows), self.identity.sequences
+        shards = [range(start, min(start + self._rows, end)) for start in starts]
+        return [shard for shard in shards if self._path(shard.start // self._rows).name not in names]
 
     def read(self, number: int) -> TopK:
         """Read one sequence: `TopK` with [T - 1] positions on the CPU. Position t predicts token t + 1.
 
-        Raises SurgeryError: the number is out of range, or its shard is missing or damaged.
+        Raises SurgeryError: its shard is damaged.
         """
-        identity = self.identity
-        if not 0 <= number < identity.sequences:
-            raise SurgeryError.at(
-                self.folder,
-                f"sequence {number} is out of range: the folder has teacher logits of {identity.sequences} sequences;"
-                " write more or train on fewer",
-            )
         shard, row = divmod(number, self._rows)
         path = self._path(shard)
-        if not path.is_file():
-            raise SurgeryError.at(path, "is missing; set teacher to write the missing logits")
         try:
             with disk_errors(path), safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_slice(name)[row] for name in ("values", "ids", "rest")}
         except (SafetensorError, IndexError) as error:
             raise SurgeryError.at(path, f"damaged ({error}); remove it and set teacher to write it again") from None
-        return TopK(**tensors, vocabulary=identity.vocabulary)
+        return TopK(**tensors, vocabulary=self.identity.vocabulary)
 
     def batch(self, numbers: list[int]) -> TopK:
         """Read several sequences: `TopK` with [B, T - 1] positions."""
@@ -153,37 +155,12 @@ class TeacherLogits:
         top = top_k(states._replace(hidden=hidden.flatten(0, 1)), self.identity.k)
         return top.map(lambda tensor: tensor.unflatten(0, hidden.shape[:2]).cpu())
 
-    def _numbers(self, shard: int) -> range:
-        return range(shard * self._rows, min((shard + 1) * self._rows, self.identity.sequences))
-
-    def _shards(self) -> int:
-        return -(-self.identity.sequences // self._rows)
-
     def _path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
 
 def _joined(pieces: list[TopK], join: Callable[[list[Tensor]], Tensor]) -> TopK:
     return pieces[0].of({name: join([piece.tensors()[name] for piece in pieces]) for name in pieces[0].tensors()})
-
-
-def _checked(path: Path, expected: dict[str, Any]) -> int:
-    """Check a cache's header against ``expected`` and return its sequences per shard.
-
-    Raises SurgeryError: the header has another identity or version, or is damaged.
-    """
-    header = read_json(path)
-    if header.get("format") != _FORMAT:
-        raise SurgeryError.at(path, "not a header of teacher logits of this version; choose another folder")
-    # An existing cache keeps its own sequences per shard.
-    differing = [name for name in expected if name != "sequences_per_shard" and header.get(name) != expected[name]]
-    if differing:
-        facts = ", ".join(f"{name} {header.get(name)!r} instead of {expected[name]!r}" for name in differing)
-        raise SurgeryError(f"{path.parent}: its teacher logits do not fit this run ({facts}); choose another folder")
-    rows = header.get("sequences_per_shard")
-    if not isinstance(rows, int) or rows < 1:
-        raise SurgeryError.at(path, f"damaged, sequences_per_shard is {rows!r}; choose another folder")
-    return rows
 
 
 def open_logits(
@@ -218,7 +195,7 @@ def open_logits(
         sequences=num_sequences,
         length=settings.length,
         vocabulary=vocabulary if teacher is None else vocabulary_of(teacher),
-        k=min(settings.teacher_top_k, vocabulary) if teacher is not None else header_values["k"],
+        k=min(settings.teacher_top_k, vocabulary - 1) if teacher is not None else header_values["k"],
     )
     processes.from_main(lambda: TeacherLogits(settings.teacher_logits, identity) and None)
     logits = TeacherLogits(settings.teacher_logits, identity)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from surgery.checkpoint.disk import as_json, disk_errors, read_json, sync_folder, sync_tree
+from surgery.checkpoint.disk import as_json, disk_errors, read_json_or_empty, sync_folder, sync_tree
 from surgery.common.errors import SurgeryError
 
 ABOUT = "about.json"
@@ -26,18 +26,11 @@ class TokenFile:
     `lengths` [D] int64 are the tokens of each document, `sha256` is the hash of all tokens.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Map the files of a complete folder into memory.
-
-        Raises SurgeryError: a file is missing, damaged, or of the wrong size.
-        """
-        about = read_json(folder / ABOUT)
-        try:
-            documents, tokens, self.sha256 = about["documents"], about["tokens"], about["sha256"]
-        except KeyError as error:
-            raise SurgeryError(f"{folder / ABOUT}: {error} is missing; remove the folder {folder}") from None
-        self.lengths = _mapped(folder / LENGTHS, "<i8", documents)
-        self._tokens = _mapped(folder / TOKENS, "<i4", tokens)
+    def __init__(self, folder: Path, sha256: str) -> None:
+        """Map the files of a folder into memory."""
+        self.sha256 = sha256
+        self.lengths = np.memmap(folder / LENGTHS, dtype="<i8", mode="r")
+        self._tokens = np.memmap(folder / TOKENS, dtype="<i4", mode="r")
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
 
     def __len__(self) -> int:
@@ -51,14 +44,16 @@ class TokenFile:
 
     @classmethod
     def read(cls, folder: Path, identity: Mapping[str, Any]) -> TokenFile | None:
-        """Open the documents in a folder; None if it holds none, or those of another identity.
-
-        Raises SurgeryError: the folder is damaged.
-        """
-        with disk_errors(folder):
-            if not (folder / ABOUT).is_file():
-                return None
-        return cls(folder) if read_json(folder / ABOUT).get("identity") == as_json(identity) else None
+        """Open the documents in a folder; None if it holds none, those of another identity, or damaged ones."""
+        about = read_json_or_empty(folder / ABOUT)
+        if about.get("identity") != as_json(identity):
+            return None
+        try:
+            file = cls(folder, about["sha256"])
+        except (KeyError, OSError, ValueError):
+            return None
+        sizes = len(file.lengths), len(file._tokens)
+        return file if sizes == (about.get("documents"), about.get("tokens")) else None
 
     @classmethod
     def write(
@@ -88,7 +83,7 @@ class TokenFile:
                 sync_folder(folder.parent)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-        return cls(folder)
+        return cls(folder, about["sha256"])
 
 
 def _write(
@@ -114,13 +109,3 @@ def _write(
     (folder / LENGTHS).write_bytes(data)
     digest.update(data)
     return {"documents": len(lengths), "tokens": total, "sha256": digest.hexdigest()}
-
-
-def _mapped(path: Path, kind: str, count: int) -> np.ndarray:
-    with disk_errors(path):
-        size = path.stat().st_size
-    if size != count * np.dtype(kind).itemsize:
-        raise SurgeryError.at(
-            path, f"the file has {size} bytes, which is not {count} values; remove the folder {path.parent}"
-        )
-    return np.memmap(path, dtype=kind, mode="r")

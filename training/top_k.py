@@ -9,9 +9,7 @@ import torch
 from torch import LongTensor, Tensor
 from torch.nn.functional import log_softmax
 
-from surgery.common.errors import SurgeryError
 from surgery.training.chunks import LOGIT_BYTES, States, chunk_count
-from surgery.training.data import moved
 
 LEAST = -87.0
 """Smallest log-probability stored: below it, the exponential is subnormal in fp32."""
@@ -28,7 +26,7 @@ class TopK:
         values: [..., k] log-probabilities of the k most likely tokens, float16 (or wider), at least `LEAST`.
         ids: [..., k] int32 ids of these tokens.
         rest: [...] log-probability of any other token, float32 (or wider), at least `LEAST`.
-        vocabulary: vocabulary size V. With k = V there are no other tokens, and `rest` is not read.
+        vocabulary: vocabulary size V, above k.
     """
 
     values: Tensor
@@ -50,23 +48,16 @@ class TopK:
 
     def to(self, device: torch.device) -> TopK:
         """Return the distributions on a device."""
-        return self.map(lambda tensor: moved(tensor, device))
-
-    @property
-    def whole(self) -> bool:
-        """Return whether all tokens of the vocabulary are included (k = V)."""
-        return self.values.shape[-1] == self.vocabulary
+        return self.map(lambda tensor: tensor.to(device))
 
 
 @torch.no_grad()
 def top_k(teacher: States, k: int, dtype: torch.dtype = torch.float16, max_bytes: int = LOGIT_BYTES) -> TopK:
-    """Compute a teacher's top-k distributions at N positions, in chunks of at most ``max_bytes`` of fp32 logits.
+    """Compute a teacher's top-k distributions at N positions, 0 < k < V.
 
-    Raises SurgeryError: k is not in 1 … V.
+    ``max_bytes`` limits the fp32 logits of a chunk of positions.
     """
     vocabulary = teacher.vocabulary()
-    if not 1 <= k <= vocabulary:
-        raise SurgeryError(f"k must be from 1 to the vocabulary size {vocabulary}, not {k}")
     values, ids, rest = [], [], []
     for hidden in teacher.hidden.tensor_split(chunk_count(len(teacher.hidden), vocabulary, max_bytes)):
         logs = log_softmax(teacher._replace(hidden=hidden).logits(), dim=-1)
@@ -81,18 +72,16 @@ def buckets(logits: Tensor, teacher: TopK) -> tuple[Tensor, Tensor]:
     """Reduce student and teacher to distributions over the same k + 1 outcomes: the teacher's k tokens and "any other".
 
     `logits` are the student's [N, V], fp32 or fp64, with gradients. The teacher's are renormalized, since rounding
-    changes their sum. Returns log-probabilities [N, k + 1] of both in the dtype of ``logits``; [N, k] if k = V.
+    changes their sum. Returns log-probabilities [N, k + 1] of both in the dtype of ``logits``.
     """
     ids = teacher.ids.long()
     values, rest = teacher.values.to(logits.dtype), teacher.rest.to(logits.dtype)
     logs = log_softmax(logits, dim=-1)
     top_logs = logs.gather(1, ids)
-    if teacher.whole:
-        return top_logs, log_softmax(values, dim=-1)
     student = torch.cat([top_logs, _others(logs, ids)[:, None]], dim=1)
     return student, log_softmax(torch.cat([values, rest[:, None]], dim=1), dim=-1)
 
 
 def _others(logs: Tensor, ids: LongTensor) -> Tensor:
-    """Compute the log-probability [N] of all tokens but ``ids`` [N, k] from ``logs`` [N, V]; -inf if k = V."""
+    """Compute the log-probability [N] of all tokens but ``ids`` [N, k] from ``logs`` [N, V]."""
     return logs.scatter(1, ids, -torch.inf).logsumexp(dim=1)

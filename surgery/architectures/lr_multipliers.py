@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surgery.architectures.custom_class import layer_entries
 from surgery.architectures.deepseek_v3 import INPUT_NORM, MODEL_TYPE
-from surgery.architectures.neutral_norm import OLD_SCALE, NeutralNorm, recognized_norm
+from surgery.architectures.neutral_norm import OLD_SCALE, recognized_norm
 from surgery.checkpoint import CheckpointReader
 from surgery.families.base import ATTENTION_PREFIX
 
@@ -28,13 +28,16 @@ STEPS_OF_INPUT = 1e-3
 size 1, a training step moves a value by at most a tenth of its quantization step. Tested on the demo model only."""
 
 
-def lr_multipliers(reader: CheckpointReader) -> dict[str, Any]:
-    """Return the rules for `surgery.training.lr_multipliers` by parameter name; empty if none is restricted."""
+FROZEN = {"rows": 0.0}
+
+
+def lr_multipliers(reader: CheckpointReader) -> dict[str, dict[str, Any]]:
+    """Return the factors for `surgery.training.lr_multipliers` by parameter name; empty if none is restricted."""
     if reader.config.get("attention_layers"):
         return _packed_rows(reader)
     if MODEL_TYPE not in (reader.config.get("model_type"), reader.config.get("base_model_type")):
         return {}
-    rules: dict[str, Any] = {}
+    rules: dict[str, dict[str, Any]] = {}
     width = reader.config["kv_lora_rank"]
     for layer in range(reader.config["num_hidden_layers"]):
         prefix = ATTENTION_PREFIX.format(layer=layer)
@@ -43,60 +46,56 @@ def lr_multipliers(reader: CheckpointReader) -> dict[str, Any]:
         norm = recognized_norm(reader.tensor(prefix + "kv_a_layernorm.weight"), biases)
         if norm is None:  # a real norm, as in DeepSeek's own models
             continue
-        rules[prefix + "kv_a_layernorm.weight"] = True
+        rules[prefix + "kv_a_layernorm.weight"] = FROZEN
+        larger, outputs = 1.0, reader.info(weight).shape[0]
         if norm.extra:
-            constant = list(range(width - norm.extra, width))
-            rules[weight] = rules[bias] = constant
-            rules[prefix + "kv_b_proj.weight"] = {"columns": constant}
+            before = width - norm.extra  # the constant channel
+            rules[weight] = rules[bias] = {"rows": _split(outputs, before, width, 0.0)}
+            rules[prefix + "kv_b_proj.weight"] = {"columns": _split(width, before, width, 0.0)}
         else:
-            rules |= _tiny_latent(reader, layer, width, norm)
-        queries = _query_latent(reader, prefix)
-        for name in rules.keys() & queries.keys():
-            queries[name] = [rules[name], queries[name]]
-        rules |= queries
+            latents = {"rows": _split(outputs, 0, width, norm.scale)}
+            rules |= {name: latents for name in (weight, bias) if name in reader}
+            if norm.scale != OLD_SCALE:
+                larger = _tiny_latent(reader, layer, width, rules)
+        rules |= _query_latent(reader, prefix, larger)
     return rules
 
 
-def _packed_rows(reader: CheckpointReader) -> dict[str, Any]:
+def _split(size: int, start: int, stop: int, inside: float, outside: float = 1.0) -> list[float]:
+    """Return `size` factors: ``inside`` from ``start`` to ``stop``, ``outside`` elsewhere."""
+    return [inside if start <= index < stop else outside for index in range(size)]
+
+
+def _packed_rows(reader: CheckpointReader) -> dict[str, dict[str, Any]]:
     """Return the rules for layers that cache packed rows; factors are powers of two."""
-    rules: dict[str, Any] = {}
+    rules: dict[str, dict[str, Any]] = {}
     for layer, entry in enumerate(layer_entries(reader.config)):
         if not entry.quantizes:
             continue
         prefix = ATTENTION_PREFIX.format(layer=layer)
         steps = reader.tensor(prefix + "quantizer.step").double() / (STEPS_OF_INPUT * reader.config["hidden_size"])
-        exponents = steps.log2().round()
-        moving = [
-            {"rows": (exponents == exponent).nonzero().flatten().tolist(), "factor": 2.0 ** float(exponent)}
-            for exponent in exponents.unique()
-        ]
+        moving = {"rows": steps.log2().round().exp2().tolist()}
         makers = (prefix + "kv_down.weight", prefix + "kv_down.bias")
         rules |= {name: moving for name in makers if name in reader}
         readers = tuple(prefix + name for name in ROW_READERS)
-        rules |= {name: True for name in reader.names() if name.startswith(readers)}
+        rules |= {name: FROZEN for name in reader.names() if name.startswith(readers)}
     return rules
 
 
-def _tiny_latent(reader: CheckpointReader, layer: int, width: int, norm: NeutralNorm) -> dict[str, Any]:
-    """Return the rules for the weights of a tiny latent, and for the queries that read the same scaled inputs.
+def _tiny_latent(reader: CheckpointReader, layer: int, width: int, rules: dict[str, dict[str, Any]]) -> float:
+    """Add the rules for the weights of a tiny latent; return the factor of the queries, which read the same inputs.
 
     Factors are ratios of weight sizes, so they need no tuning between producers and readers of a latent.
     """
     prefix = ATTENTION_PREFIX.format(layer=layer)
-    weight, bias = prefix + "kv_a_proj_with_mqa.weight", prefix + "kv_a_proj_with_mqa.bias"
-    latents = {"rows": f"0:{width}", "factor": norm.scale}
-    rules = {bias: latents} if bias in reader else {}
-    if norm.scale == OLD_SCALE:
-        return {**rules, weight: latents}
+    weight = prefix + "kv_a_proj_with_mqa.weight"
     query = prefix + ("q_b_proj.weight" if prefix + "q_b_proj.weight" in reader else "q_proj.weight")
     larger = _ratio(reader.tensor(query), reader.tensor(prefix + "o_proj.weight"))
     smaller = _ratio(reader.tensor(weight)[:width], reader.tensor(prefix + "kv_b_proj.weight"))
-    return {
-        **rules,
-        INPUT_NORM.format(layer=layer): {"factor": 1 / larger},
-        weight: [{"factor": larger}, {**latents, "factor": smaller}],
-        query: {"factor": larger},
-    }
+    rules[INPUT_NORM.format(layer=layer)] = {"rows": 1 / larger}
+    rules[weight] = {"rows": _split(reader.info(weight).shape[0], 0, width, smaller, larger)}
+    rules[query] = {"rows": larger}
+    return larger
 
 
 def _ratio(tensor: Tensor, other: Tensor) -> float:
@@ -105,10 +104,11 @@ def _ratio(tensor: Tensor, other: Tensor) -> float:
     return 2.0 ** round(math.log2(sizes[0] / sizes[1])) if all(sizes) else 1.0
 
 
-def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:
+def _query_latent(reader: CheckpointReader, prefix: str, larger: float) -> dict[str, dict[str, Any]]:
     """Return the rules for the query latent [x ; 1], which gives stock queries a bias; empty without one.
 
-    Its down projection and norm only copy the inputs, so they are frozen; ``q_b_proj`` learns.
+    Its down projection and norm only copy the inputs, so they are frozen; ``q_b_proj`` learns, with the factor
+    ``larger``.
     """
     names = [prefix + name for name in ("q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight")]
     if not all(name in reader for name in names):
@@ -119,4 +119,5 @@ def _query_latent(reader: CheckpointReader, prefix: str) -> dict[str, Any]:
         return {}
     norm = reader.tensor(names[2])
     factor = float(norm[0]) * scale / (float(norm[-1]) * constant)  # ratio of inputs to the constant, after the norm
-    return {**dict.fromkeys(names, True), prefix + "q_b_proj.weight": {"columns": [channels], "factor": factor}}
+    columns = _split(channels + 1, channels, channels + 1, factor / larger)
+    return {**dict.fromkeys(names, FROZEN), prefix + "q_b_proj.weight": {"rows": larger, "columns": columns}}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.common.errors import SurgeryError
+from surgery.common.removed import REMOVED
 from surgery.common.visible import visible
 
 BUILTIN = "builtin"
@@ -266,6 +267,8 @@ def _field(item: Any, text_field: str, where: str) -> str:
     """Return the text of a record; null counts as empty."""
     if not isinstance(item, dict) or text_field not in item:
         has = f"only {', '.join(map(str, item))}" if isinstance(item, dict) else f"but is a {type(item).__name__}"
+        if isinstance(item, dict) and "messages" in item:
+            raise SurgeryError(f"{where}: conversations are not read: {REMOVED['data format']}")
         raise SurgeryError(f"{where} has no field {text_field!r}, {has}; set text_field")
     text = item[text_field]
     if text is not None and not isinstance(text, str):

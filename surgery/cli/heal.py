@@ -20,7 +20,6 @@ from surgery.cli.options import (
     flag,
     option,
 )
-from surgery.common.errors import SurgeryError
 from surgery.common.file_settings import read_mapping
 from surgery.training.settings import HealSettings
 
@@ -38,9 +37,6 @@ def heal(
             help="All settings, as in `surgery config heal`; flags override them.",
             callback=config_file,
         ),
-    ] = None,
-    wandb: Annotated[
-        str | None, option("--wandb", "PROJECT", "Log to wandb: --tracker wandb --project.", OUTPUT)
     ] = None,
     processes: Annotated[
         int | None, option("--processes", "N", "Processes to start. [the launcher's, or 1]", MACHINE), ADVANCED
@@ -77,7 +73,7 @@ def heal(
 
         surgery heal surgery-demo/ --teacher builtin --max-time 300
 
-        surgery heal ckpt-mla/ --teacher ckpt/ --data text.jsonl --launcher fsdp2 --tracker wandb
+        surgery heal ckpt-mla/ --teacher ckpt/ --data text.jsonl --launcher fsdp2 --wandb my-project
 
         surgery heal ckpt-mla/ --teacher ckpt/ --dtype bf16 --dry-run
     """
@@ -87,9 +83,7 @@ def heal(
     from surgery.healing.launchers import check_processes, find_launcher
 
     check_processes(processes)
-    if wandb is not None and options.get("tracker") not in (None, "wandb"):
-        raise SurgeryError(f"--wandb {wandb} and --tracker {options.get('tracker')}: give one of them")
-    from_options = options.of(HealSettings) | ({} if wandb is None else {"tracker": "wandb", "project": wandb})
+    from_options = options.of(HealSettings)
     read = read_mapping(config) if config else {}
     if isinstance(teacher := from_options.get("teacher", read.get("teacher")), str):
         from_options["teacher"] = model_named(teacher)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+TRACKED = "use --wandb PROJECT; heal.jsonl has all values for other trackers"
 ROWS = "every channel has its own scale, from calibration text: leave it out"
 TUNED = "the best configuration was as fast as the default on an H100: leave it out"
 WIDTHS = "use --bits auto; with 16-bit weights --kv-ratio {} averages {} bits per value"
 HEADS = "all layers keep as many KV heads; --to lowrank and --to mla allocate ranks by layer"
 FAMILY = "the result has the class of its source: leave it out; existing checkpoints still load"
 KL = "use kl, the divergence that every report trained with"
+EVALUATED = "use surgery eval of the result; heal.jsonl has the held-out losses of a run"
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 KVTC = "it stores caches, and the live cache keeps its bytes: use caches that a model decodes from"
 RULER = "use RULER of lm-evaluation-harness: --tasks lm-eval:niah_single_1 --needle-lengths 4096"
@@ -53,10 +55,25 @@ REMOVED = {
     "peak_tflops": "a dry run measures the speed of this machine; run it on the machine of the training",
     "utilization": "a dry run measures the speed of this machine; run it on the machine of the training",
     "quantization_aware": "training always reads the quantized values of packed rows: leave it out",
-    "attention surgery": "PyTorch's fused attention was faster on a GPU: leave it out",
+    "attention": "PyTorch's fused attention runs where it supports the model: leave it out",
+    "balanced": "latents are always rescaled, which does not change the outputs: leave it out",
+    "compile": "no report used it: leave it out",
+    "data format": "write them to a field of text with tokenizer.apply_chat_template",
+    "evaluate_every": EVALUATED,
+    "evaluate_tasks": EVALUATED,
+    "evaluate_data": EVALUATED,
+    "evaluate_limit": EVALUATED,
+    "log_every": "heal.jsonl has every step: leave it out",
+    "lora_modules": "adapters are on all linear modules of attention: leave it out",
+    "resume": "pass --restart to begin from scratch",
+    "spike": "gradients are clipped, and a loss that is not finite ends the run: leave it out",
+    "tracker": TRACKED,
+    "project": TRACKED,
+    "train new": "use --train attention, which every report on SmolLM2 used",
+    "weight_decay": "no report used it: leave it out",
     "orthogonal": "nested ranks are trained without it: leave it out",
     "launcher zero3": "use --launcher fsdp2, which shards the same without a further package",
-    "train_patterns": "use --train all, or --train lora with lora_modules",
+    "train_patterns": "use --train all, or --train lora",
     "objective reverse_kl": KL,
     "objective jsd": KL,
     "objective jsd_beta": KL,

@@ -41,7 +41,6 @@ TRAINING: dict[str, Any] = {
     "schedule": "linear",
     "objective": {"kl": 1.0, "hidden": 10.0},
     "recall": 0.5,
-    "spike": None,
     "held_out": 0,
     "eval_every": None,
     "max_tokens": None,
@@ -50,8 +49,7 @@ TRAINING: dict[str, Any] = {
 
 In training of minutes the number of steps matters most, and plain text recovers the loss before the recall: the demo
 model as low rank at KV ratio 1/8, healed for 125 s, finds 73% of planted keys with the default objective and share of
-recall, 88% with these settings (docs/healing.md). A step of one row with recall questions has many times the usual
-loss, so spikes are not checked. Tuned on the demo model; not tried on a larger one.
+recall, 88% with these settings (docs/healing.md). Tuned on the demo model; not tried on a larger one.
 """
 
 

@@ -33,6 +33,7 @@ from surgery.common.file_settings import read_mapping
 from surgery.common.interruption import resumes_from
 from surgery.common.ownership import inventory
 from surgery.common.progress import Progress
+from surgery.common.wandb_service import check_wandb
 from surgery.engines.table import engine_table
 from surgery.evaluation.run import EvaluationRequest, evaluate
 from surgery.evaluation.settings import EvalSettings
@@ -51,7 +52,6 @@ from surgery.reporting.report import Report, read_report, reading
 from surgery.running.source_check import open_source
 from surgery.training.models import check_writable
 from surgery.training.settings import LEARNED_FROM, HealSettings
-from surgery.training.trackers import check_tracker
 from surgery.verification.written import Verification
 
 TRAINED, SETTINGS, FACTORS, FACTS = "trained", "heal.yaml", "entry_factors.json", "heal.json"
@@ -115,7 +115,8 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     work_folder = work_folder_of(staging.out)
     work = work_folder.path
     settings = training_settings(request, student, work, staging.out)
-    check_tracker(settings)
+    if settings.wandb is not None:
+        check_wandb(settings.wandb_mode, "wandb")
     work_folder.open()
     resumes_from(work / f"{TRAINED}.run" / "checkpoints")
     with output_lock(work):
@@ -197,7 +198,7 @@ def with_teacher(request: HealRequest, student: CheckpointReader, progress: Prog
 
 KEPT = ("steps", "sequences_per_step", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "ended", "loss")
 KEPT += ("held_out", "parameters", "precision", "device", "processes", "document_masks", "data", "versions")
-KEPT += ("measuring_seconds", "evaluations", "evaluation_settings", "wandb", "tracker_failed")
+KEPT += ("measuring_seconds", "wandb", "tracker_failed")
 UNRECORDED = ("student", "teacher", "teacher_logits", "out", "entry_factors", "overwrite", "tracker_folder")
 
 

@@ -25,7 +25,6 @@ Spans = list[list[slice]]
 def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     """Return the documents in the rows of a call; None if every row holds one.
 
-    Callers who know them can pass `documents`, with `position_ids` that restart, to save a wait for the device.
     Modifies the call: FlashAttention's `cu_seq_lens_q` or `seq_idx` become `position_ids`. A mask of ones is dropped,
     since it would keep transformers from masking documents.
 
@@ -36,10 +35,6 @@ def take_documents(decoder: nn.Module, call: Call) -> Spans | None:
     rows, length = tokens.shape[:2]
     if length == 1:
         return None
-    if (documents := call.pop("documents", None)) is not None:
-        if call.get("attention_mask") is not None or keeps_cache(decoder, call):
-            raise ValueError("packed documents: pass use_cache=False and no attention mask")
-        return [list(row) for row in documents]
     row_starts = _document_starts(call, rows, length, tokens.device)
     if row_starts is not None and call.get("position_ids") is None:
         call["position_ids"] = _positions(row_starts)

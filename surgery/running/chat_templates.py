@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
-    *,
-    tools: Sequence[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = False,
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False
 ) -> str:
     """Render one conversation with ``tokenizer.apply_chat_template``, in Jinja's sandbox.
 
@@ -25,9 +21,7 @@ def render_chat(
     # Templates handle missing keys, but would print None.
     turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
     try:
-        return tokenizer.apply_chat_template(
-            turns, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
-        )
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tokenize=False)
     except Exception as error:  # a template can raise anything
         name, reason = tokenizer.name_or_path or "the tokenizer", " ".join(str(error).split())[:1000]
         raise SurgeryError(f"the chat template of {name} rejects the conversation: {reason}") from None

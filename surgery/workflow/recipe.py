@@ -195,9 +195,9 @@ def _score_heads(step: Step, where: str) -> Action:
 
 
 def _heal(step: Step, where: str) -> Action:
+    from surgery.common.wandb_service import check_wandb
     from surgery.healing.launchers import check_processes, find_launcher
     from surgery.training.settings import HealSettings
-    from surgery.training.trackers import check_tracker
 
     values = dict(step.settings)
     student, teacher = pop_required(values, "student", where), pop_required(values, "teacher", where)
@@ -207,7 +207,8 @@ def _heal(step: Step, where: str) -> Action:
     with located(where):
         check_processes(processes)
         launcher = None if launcher is None else find_launcher(str(launcher))
-        check_tracker(settings)
+        if settings.wandb is not None:
+            check_wandb(settings.wandb_mode, "wandb")
 
     def request_for(out: Path, finished: Finished) -> HealRequest:
         from surgery.healing.heal import HealRequest

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import DEMO
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surgery.calibration.conversations import sample_replies
 from surgery.common.errors import SurgeryError
+from surgery.running.chat_templates import render_chat
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +54,12 @@ def test_a_broken_model_is_reported():
 
     with pytest.raises(SurgeryError, match="contain NaN or infinity"):
         sample_replies(Broken(1, 1), [[1]], 4, ends=())
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}", "{{ ().__class__.x }}", None])
+def test_a_template_that_fails_is_one_line(template):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = template
+    with pytest.raises(SurgeryError, match="the chat template of .* rejects the conversation: .+") as error:
+        render_chat(tokenizer, [{"role": "user", "content": "x"}])
+    assert "\n" not in str(error.value)

@@ -112,15 +112,15 @@ def microbatches(device: torch.device) -> None:
     from training_data import packed_batch
 
     from surgery.training.distillation import Distillation
-    from surgery.training.objectives import PARTS, ObjectiveWeights
+    from surgery.training.settings import LOSSES, ObjectiveWeights
 
-    every = [part for part in PARTS if part != "layerwise"]
+    every = [part for part in LOSSES if part != "layerwise"]
     for kind, names in product(("source", "latent"), (every, ["layerwise"])):
         with torch.no_grad():
             teacher, student = tiny_source("llama"), tiny_source("llama")
             student = student if kind == "source" else KINDS[kind](student)
         weights, batch = ObjectiveWeights(**{"kl": 0.0, **dict.fromkeys(names, 1.0)}), packed_batch()
-        module = Distillation(student, weights, teacher, document_masks=kind == "source").train()
+        module = Distillation(student, weights, teacher).train()  # transformers reads position ids on the host
         with WithoutValues(allow_non_fake_inputs=True):
             for each in (module, module._teacher[0].model):
                 _to_fake(each, device)

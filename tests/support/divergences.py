@@ -3,7 +3,8 @@
 from torch import LongTensor, Tensor
 
 from surgery.training.chunks import States
-from surgery.training.objectives import ObjectiveWeights, Teacher, logit_losses
+from surgery.training.objectives import Teacher, logit_losses
+from surgery.training.settings import ObjectiveWeights
 
 
 def forward_kl(student: States, teacher: Teacher, **how) -> Tensor:

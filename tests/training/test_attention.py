@@ -37,7 +37,7 @@ def test_losses_and_gradients_are_the_models_own(make, call):
         model = make()
     model.train()
     expected = loss_and_gradients(model, **call)
-    assert use_attention(model, "auto", CPU) == model.config._attn_implementation
+    assert use_attention(model, CPU) == model.config._attn_implementation
     for result, target in zip(loss_and_gradients(model, **call), expected, strict=True):
         torch.testing.assert_close(result, target, atol=2e-5, rtol=1e-3)
 
@@ -45,8 +45,8 @@ def test_losses_and_gradients_are_the_models_own(make, call):
 def test_no_weights_are_held():
     """PyTorch's fused kernel runs, and not the one that computes all weights."""
     model = mla()
-    for choice, fused in (("model", False), ("auto", True)):
-        use_attention(model, choice, CPU)
+    for fused in (False, True):
+        assert not fused or use_attention(model, CPU)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             loss_and_gradients(model)
         names = {event.key for event in profile.key_averages()}
@@ -55,7 +55,6 @@ def test_no_weights_are_held():
 
 def test_what_is_left_alone():
     model = mla()
-    assert not use_attention(model, "model", CPU)
-    assert not use_attention(model, "auto", torch.device("cuda"))
+    assert not use_attention(model, torch.device("cuda"))
     model.set_attn_implementation("eager")
-    assert not use_attention(model, "auto", CPU)
+    assert not use_attention(model, CPU)

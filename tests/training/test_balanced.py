@@ -12,7 +12,8 @@ from surgery.checkpoint import CheckpointReader
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.training.balanced import balance_latents
 from surgery.training.lr_multipliers import factors_of
-from surgery.training.trainable import choose
+from surgery.training.settings import HealSettings
+from surgery.training.trainable import choose_parameters
 
 
 def unbalanced(kind: str):
@@ -37,7 +38,7 @@ def test_the_function_stays_and_sizes_meet(kind, dtype):
     model = unbalanced(kind).to(dtype)
     with torch.no_grad():
         before = model(tokens()).logits
-        choose(model, "attention", teacher_shapes=None)
+        choose_parameters(model, HealSettings())
         assert balance_latents(model)
         assert torch.equal(model(tokens()).logits, before)
         for layer in model.model.layers:
@@ -64,7 +65,7 @@ def test_latents_after_a_norm_of_their_own_stay(checkpoints, name):
     for layer in model.model.layers:
         layer.self_attn.kv_a_proj_with_mqa.weight *= torch.logspace(-4, 0, 24)[:, None]
     before = model(tokens()).logits
-    choose(model, "attention", teacher_shapes=None)
+    choose_parameters(model, HealSettings())
     assert balance_latents(model, {}) == (0 if name == "minicpm3" else 3 * 8)
     assert torch.equal(model(tokens()).logits, before)
 
@@ -76,7 +77,8 @@ def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
     settings = {"kv_lora_rank": 12, "rope_dim": 4, "latent_norm": kind, "carrier": "stock", "calibration": "none"}
     path = convert_checkpoint(source, tmp_path / "stock", ConvertSettings(**settings)).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    factors = factors_of(lr_multipliers(CheckpointReader.open(str(path))), model, "test")
+    rules = factors_of(lr_multipliers(CheckpointReader.open(str(path))), model, "test")
+    factors = {name: rules[name].dense(each) for name, each in model.named_parameters() if name in rules}
     with torch.no_grad():
         for layer in model.model.layers:
             spread = torch.logspace(-3, -1, 12, base=2).exp2()
@@ -85,7 +87,7 @@ def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
             layer.self_attn.kv_b_proj.weight[:, :12] /= spread
         text = tokens() % model.config.vocab_size
         before = model(text).logits
-        choose(model, "attention", teacher_shapes=None)
+        choose_parameters(model, HealSettings())
         assert balance_latents(model, factors) == 2 * (12 + 4)
         torch.testing.assert_close(model(text).logits, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
         for number, layer in enumerate(model.model.layers):
@@ -106,7 +108,7 @@ def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
 
 def test_a_side_that_does_not_train_keeps_both():
     model = unbalanced("low_rank")
-    choose(model, "attention", teacher_shapes=None)
+    choose_parameters(model, HealSettings())
     model.model.layers[0].self_attn.kv_down.weight.requires_grad_(False)
     for up in model.model.layers[1].self_attn.value_up.parameters():
         up.requires_grad_(False)
@@ -115,7 +117,7 @@ def test_a_side_that_does_not_train_keeps_both():
 
 def test_layers_that_share_latents_are_left():
     model = unbalanced("shared")
-    choose(model, "attention", teacher_shapes=None)
+    choose_parameters(model, HealSettings())
     with torch.no_grad():
         before = model(tokens()).logits
         balance_latents(model)

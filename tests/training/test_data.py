@@ -11,7 +11,7 @@ from written_models import WRITTEN
 
 from surgery.common.errors import SurgeryError
 from surgery.training import sources
-from surgery.training.data import IGNORED, Batch, TrainingRow, collate, dealt
+from surgery.training.data import IGNORED, TrainingRow, collate, dealt
 from surgery.training.document_masks import honours_document_masks
 from surgery.training.sources import TextSource, fitting, parse_sources
 
@@ -36,14 +36,12 @@ def same(one, other):
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("tokens", "labels", "documents"))
 
 
-def batch_of(documents):
-    documents = torch.tensor(documents)
-    return Batch(documents, documents, documents)
-
-
 def test_positions_start_anew_with_every_document():
-    batch = batch_of([[0, 0, 0, 1, 2, 2], [0, 0, 0, 0, 0, 0]])
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+    several, one = (
+        TrainingRow(numbers, numbers, numbers) for numbers in map(torch.tensor, ([0, 0, 0, 1, 2, 2], [0] * 6))
+    )
+    assert collate([several, one]).position_ids.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+    assert collate([one, one]).position_ids is None
 
 
 def test_rows_of_one_length_are_stacked():
@@ -51,10 +49,7 @@ def test_rows_of_one_length_are_stacked():
     batch = collate([row, row])
     assert batch.tokens.shape == (2, 3) and batch.predicted == 2
     assert batch.to("cpu").labels.tolist() == [[IGNORED, 5, IGNORED]] * 2
-    with pytest.raises(SurgeryError, match=r"lengths \[2, 3\]"):
-        collate([row, TrainingRow(*(tensor[:2] for tensor in (row.tokens, row.labels, row.documents)))])
-    with pytest.raises(SurgeryError, match="cannot stack 0 rows"):
-        collate([])
+    assert batch.predicting.tolist() == [0, 3] and batch.valid.tolist() == [[True, False, False]] * 2
 
 
 @torch.no_grad()
@@ -93,31 +88,8 @@ def test_one_token_that_sees_another_document_is_enough():
     assert not honours_document_masks(Peeking(64, 8))
 
 
-@pytest.mark.parametrize("kind", ["packed", "mixed"])
-def test_global_batches_do_not_depend_on_the_number_of_processes(texts, tokenizer, tmp_path, kind):
-    data = {
-        "packed": None,
-        "mixed": [{"source": str(texts / "a.jsonl"), "weight": 2}, str(texts / "b.jsonl"), f"{texts / 'set'}::train"],
-    }[kind]
-    batches = {}
-    for ranks in (1, 2, 3):
-        results = {}
-        for rank in range(ranks):
-            sequences = opened(texts, tokenizer, tmp_path, data).sequences
-            results |= {
-                number: sequences.sequence(number) for step in range(4) for number in dealt(step, 6, rank, ranks)
-            }
-        batches[ranks] = results
-    assert sorted(batches[1]) == list(range(24))
-    for number, row in batches[1].items():
-        assert same(row, batches[2][number]) and same(row, batches[3][number])
-
-
 def test_sequences_are_dealt_by_their_number():
     assert [dealt(2, 6, rank, 4) for rank in range(4)] == [[12, 16], [13, 17], [14], [15]]
-    for ranks, rank in ((7, 0), (2, 2)):
-        with pytest.raises(SurgeryError, match="cannot split a batch"):
-            dealt(0, 6, rank, ranks)
 
 
 def test_a_second_opening_tokenizes_nothing(texts, tokenizer, tmp_path):
@@ -195,7 +167,7 @@ def test_sources_of_settings():
         ([], "data is empty: set builtin"),
         ([{"weight": 1}], "entry 1: `source` is missing"),
         ([{"source": "builtin", "wieght": 1}], "did you mean weight"),
-        ([{"source": "builtin", "format": "json"}], "format 'json'"),
+        ([{"source": "x", "format": "chat"}], "format was removed"),
         ([{"source": "builtin", "tokens": 0}], "builtin: tokens must be at least 1"),
         ([{"source": "x/y", "stream": True}], "stream was removed"),
         (["teacher"], "data teacher was removed"),

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.checkpoint.named_models import demo_model
 from surgery.common.errors import SurgeryError
-from surgery.training.data import Batch
+from surgery.training.data import TrainingRow, collate
 from surgery.training.distillation import Distillation
 from surgery.training.estimate import estimate
 from surgery.training.models import set_dtypes
@@ -70,7 +70,7 @@ def test_weights_are_those_of_real_modules(train):
     options = settings(train=train, dtype="bf16")
     memory = estimate(CONFIGS["qwen3"](), CONFIGS["llama"](), options).memory
     student = model_of(CONFIGS["qwen3"]())
-    choose_parameters(student, options, None)
+    choose_parameters(student, options)
     set_dtypes(student, torch.bfloat16)
     trains = [each for each in student.parameters() if each.requires_grad]
     assert memory["weights that train"] == memory["gradients"] == memory["Adam's moments"] // 2 == held_bytes(trains)
@@ -83,7 +83,7 @@ def peaks(length, batch, **kwargs) -> tuple[int, int]:
     config = AutoConfig.from_pretrained(demo_model(), num_hidden_layers=3)
     options = settings(length=length, batch_size=batch, **kwargs)
     student, teacher = model_of(config), model_of(config)
-    choose_parameters(student, options, teacher)
+    choose_parameters(student, options)
     if options.gradient_checkpointing:
         student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module = Distillation(student, options.weights(), teacher, document_masks=True).train()
@@ -91,7 +91,7 @@ def peaks(length, batch, **kwargs) -> tuple[int, int]:
         set_dtypes(each, {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
     optimizer = torch.optim.AdamW([each for each in student.parameters() if each.requires_grad])
     tokens = torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
-    rows = Batch(tokens, tokens.clone(), torch.arange(length).expand(batch, length) // (length // 2))
+    rows = collate([TrainingRow(row, row.clone(), torch.arange(length) // (length // 2)) for row in tokens])
 
     def step():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.dtype == "bf16"):

@@ -4,13 +4,17 @@ accelerate has FSDP on accelerators only. Run with a settings file by `torchrun`
 the CPU all the same: accelerate's own code for FSDP2, and PyTorch's, with gloo.
 """
 
+import json
 import sys
 
 import pytest
 from healing import settings_file, sharded_as_one
 from processes import torchrun
+from safetensors.torch import load_file
 from tiny_models import make_checkpoint
 from torch.distributed import fsdp
+
+KEYS = "model.layers.0.self_attn.k_proj.weight"
 
 
 def sharded_process(file: str) -> int:
@@ -49,7 +53,8 @@ def test_a_sharded_run_is_that_of_one_process(tmp_path):
         pytest.skip("this torch has no FSDP2")
     teacher, student = (make_checkpoint(tmp_path / name, "llama", seed=seed) for seed, name in enumerate("ts"))
     rules = tmp_path / "rules.json"
-    rules.write_text('{"*.k_proj.weight": [0, -1]}')
+    size = load_file(student / "model.safetensors")[KEYS].shape[0]
+    rules.write_text(json.dumps({KEYS: {"rows": [0, *[1] * (size - 2), 0]}}))
 
     def launch(values):
         return torchrun(__file__, settings_file(values))

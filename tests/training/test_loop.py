@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.common.errors import SurgeryError
 from surgery.structures.mla.settings import ConvertSettings
-from surgery.training import guards, loop
+from surgery.training import loop
 from surgery.training.distillation import Distillation
-from surgery.training.guards import Interrupted, SpikeGuard, knobs, memory_errors
+from surgery.training.guards import Interrupted, memory_errors
 from surgery.training.heal import main
 from surgery.training.settings import HealSettings
 
@@ -124,8 +124,13 @@ def test_a_resumed_run_goes_on_exactly(settings, whole, capsys):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     path = Path(f"{parts['out']}.run/checkpoints/step-00000003/state.json")
     state = json.loads(path.read_text())
-    state["position"]["evaluations"] = []  # entries of earlier versions
-    state["identity"] |= {"train_patterns": [], "objective": {**state["identity"]["objective"], "jsd": 0.0}}
+    state["position"] |= {"evaluations": [], "recent": [1.0], "spikes": 0}  # entries of earlier versions
+    state["identity"] |= {
+        "train_patterns": [],
+        "balanced": True,
+        "weight_decay": 0.0,
+        "objective": {**state["identity"]["objective"], "jsd": 0.0},
+    }
     path.write_text(json.dumps(state))
     facts = heal_here(parts)
     err = capsys.readouterr().err
@@ -153,56 +158,19 @@ def test_a_finished_run_goes_on_with_a_larger_budget_only_as_it_was(settings, ca
     assert "the budget is max_steps 4, not max_steps 2: " in notes
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda loss: loss * float("nan"), "step 5: the loss is nan"),
-        (lambda loss: loss * 100, r"step 7: .* above 5 times the recent median .*, for 3 steps in a row"),
-    ],
-)
-def test_losses_that_explode_stop_before_the_step(settings, monkeypatch, damage, message):
-    damaged_from(monkeypatch, damage, 8, None)
-    values = settings(held_out=0, max_steps=20, save_every=4)
-    with pytest.raises(SurgeryError, match=rf"{message}.*last good checkpoint is .*step-00000004"):
-        heal_here(values)
-    assert not Path(values["out"]).exists()
-
-
-def test_a_step_with_a_spike_is_left_out(settings, monkeypatch, capfd):
-    damaged_from(monkeypatch, lambda loss: loss * 100, 8, 12)  # two steps of two batches
-    values = settings(held_out=0, max_steps=8)
-    heal_here(values)
-    steps = log_of(values)
-    assert [line["step"] for line in steps if line.get("left_out")] == [5, 6] and len(steps) == 8
-    assert capfd.readouterr().err.count("its update is skipped") == 2
-
-
-def damaged_from(monkeypatch, damage, start, stop):
-    """Damages the losses of batches in training, counted from 0."""
+def test_a_loss_that_is_not_finite_stops_before_the_step(settings, monkeypatch):
     real, calls = Distillation.forward, []
 
     def forward(self, batch, positions, cached=None, measure=False):
         total, parts = real(self, batch, positions, cached, measure)
         calls.append(measure)
-        damaged = not measure and calls.count(False) > start and (stop is None or calls.count(False) <= stop)
-        return (damage(total), parts) if damaged else (total, parts)
+        return total * float("nan") if calls.count(False) > 8 else total, parts
 
     monkeypatch.setattr(Distillation, "forward", forward)
-
-
-def test_a_spike_is_measured_against_what_is_usual():
-    guard = SpikeGuard(3.0)
-    for number in range(guards.WINDOW + 9):
-        assert guard.check(1.0 + number % 2, 1.0, number, None) is None
-    assert len(guard.recent) == guards.WINDOW
-    assert "its update is skipped" in guard.check(9.0, 1.0, 98, None) and 9.0 not in guard.recent
-    assert guard.check(1.0, 1.0, 98, None) is None and guard.spikes == 0
-    goes_on = SpikeGuard(3.0, guard.recent, guards.PATIENCE - 1)
-    with pytest.raises(SurgeryError, match="no checkpoint was saved yet"):
-        goes_on.check(9.0, 1.0, 99, None)
-    with pytest.raises(SurgeryError, match="gradient norm inf"):
-        SpikeGuard(None).check(1.0, float("inf"), 1, None)
-    SpikeGuard(None, [1.0] * 50).check(1e9, 1.0, 1, None)
+    values = settings(held_out=0, max_steps=20, save_every=4)
+    with pytest.raises(SurgeryError, match=r"step 5: the loss is nan.*last good checkpoint is .*step-00000004"):
+        heal_here(values)
+    assert not Path(values["out"]).exists()
 
 
 def test_the_first_limit_ends_it(settings):
@@ -212,9 +180,11 @@ def test_the_first_limit_ends_it(settings):
 
 
 def test_frozen_entries_survive_a_healing(settings, tmp_path, student):
-    rules = {"*.k_proj.weight": [0, -1], "model.layers.0.self_attn.v_proj.weight": True}
+    shapes = {name: tensor.shape for name, tensor in tensors(student).items()}
+    rules = {name: {"rows": [0, *[1] * (shapes[name][0] - 2), 0]} for name in shapes if "k_proj.weight" in name}
+    rules["model.layers.0.self_attn.v_proj.weight"] = {"rows": 0}
     (tmp_path / "rules.json").write_text(json.dumps(rules))
-    values = settings(entry_factors=str(tmp_path / "rules.json"), weight_decay=0.1)
+    values = settings(entry_factors=str(tmp_path / "rules.json"))
     assert heal_here(values)["parameters"]["with_factors"] == 3
     before, after = tensors(student), tensors(values["out"])
     for name, each in after.items():
@@ -253,7 +223,7 @@ def test_students_of_the_custom_class(tmp_path, make, masked):
     for name, each in (("source", source), ("student", model)):
         each.save_pretrained(tmp_path / name)
         add_tokenizer(tmp_path / name)
-    values = heal_settings(tmp_path, tmp_path / "student", tmp_path / "source", train="new", max_steps=8)
+    values = heal_settings(tmp_path, tmp_path / "student", tmp_path / "source", max_steps=8)
     facts = heal_here({**values, "objective": {"kl": 1.0, "hidden": 0.1}, "gradient_checkpointing": True})
     assert facts["held_out"]["last"]["kl"] < facts["held_out"]["first"]["kl"]
     if masked is not None:
@@ -263,7 +233,7 @@ def test_students_of_the_custom_class(tmp_path, make, masked):
     before, after = tensors(tmp_path / "student"), tensors(values["out"])
     changed = {name.split("self_attn.")[-1] for name in after if not torch.equal(after[name], before[name])}
     assert "kv_down.weight" in changed
-    assert not changed & {"q_proj.weight", "o_proj.weight", "model.norm.weight"}
+    assert "model.norm.weight" not in changed
 
 
 def test_weights_that_train_are_fp32_and_the_result_is_the_students_dtype(tmp_path, teacher):
@@ -288,19 +258,13 @@ def test_logits_on_disk_take_the_teachers_place(settings, whole, tmp_path):
         heal_here({**read, "max_steps": 5, "teacher_logits": cache, "teacher": None, "overwrite": True})
 
 
-def test_memory_errors_name_the_knobs():
-    settings = HealSettings(teacher="t", train="all", batch_size=4, gradient_accumulation=2)
-    with (
-        pytest.raises(SurgeryError, match="at step 3; try batch_size 2 with gradient_accumulation 4"),
-        memory_errors(settings, lambda: "step 3"),
-    ):
+def test_memory_errors_name_settings():
+    with pytest.raises(SurgeryError, match="at step 3; lower batch_size"), memory_errors(lambda: "step 3"):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(SurgeryError), memory_errors(settings, lambda: ""):
+    with pytest.raises(SurgeryError), memory_errors(lambda: ""):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-    with pytest.raises(RuntimeError, match="shapes"), memory_errors(settings, lambda: ""):
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors(lambda: ""):
         raise RuntimeError("shapes differ")
-    small = HealSettings(batch_size=1, gradient_checkpointing=True, train="lora")
-    assert not [knob for knob in knobs(small) if "batch_size" in knob or "checkpointing" in knob or "train" in knob]
 
 
 def test_refusals_before_anything_is_done(settings, tmp_path, student, teacher):

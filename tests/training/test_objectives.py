@@ -11,7 +11,8 @@ from torch.nn.functional import softmax
 
 from surgery.common.errors import SurgeryError
 from surgery.training.chunks import States, chunk_count
-from surgery.training.objectives import ObjectiveWeights, combine, logit_losses, predicting
+from surgery.training.objectives import combine, logit_losses
+from surgery.training.settings import ObjectiveWeights
 
 torch.set_num_threads(1)
 N, VOCAB, WIDTH, TEACHER_WIDTH = 23, 41, 6, 9
@@ -77,15 +78,14 @@ def test_the_teacher_gets_no_gradient():
     assert student.hidden.grad is not None and student.head.weight.grad is not None
 
 
-def test_frozen_heads_and_heads_of_other_forms():
+def test_frozen_heads():
     student, teacher, _ = pair(bias=False)
     expected = divergences.forward_kl(student, teacher)
     student.head.requires_grad_(False)
     (target,) = torch.autograd.grad(expected, student.hidden)
-    for head in (student.head, student.head.weight, lambda hidden: student.head(hidden)):
-        loss = divergences.forward_kl(States(student.hidden, head), teacher, chunks=4)
-        torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(torch.autograd.grad(loss, student.hidden)[0], target)
+    loss = divergences.forward_kl(student, teacher, chunks=4)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, student.hidden)[0], target)
 
 
 def test_logits_of_all_positions_never_exist_at_once():
@@ -125,14 +125,10 @@ def test_no_position_is_no_loss():
     assert total == 0 and not student.hidden.grad.any()
 
 
-def test_chunks_and_predicted_positions():
+def test_chunks():
     assert chunk_count(8192, 128_256, 256 * 2**20) == 16
     assert chunk_count(100, 10**9, 4) == 100
     assert chunk_count(0, 10) == 1
-    with pytest.raises(SurgeryError, match="must be positive"):
-        chunk_count(1, 10, 0)
-    labels = torch.tensor([[5, -100, 7, 8], [1, 2, -100, -100]])
-    assert predicting(labels).tolist() == [[False, True, True], [True, False, False]]
 
 
 def test_parts_that_are_asked_for_are_made_and_weighed():
@@ -141,8 +137,6 @@ def test_parts_that_are_asked_for_are_made_and_weighed():
     total, logged = combine(weights, parts)
     assert total == 8 and total.requires_grad
     assert logged == {"kl": 3, "hidden": 4} and not logged["kl"].requires_grad
-    with pytest.raises(SurgeryError, match="no loss was computed for hidden"):
-        combine(weights, {"kl": parts["kl"]})
     student, teacher, targets = pair()
     assert list(logit_losses(ObjectiveWeights(), student, teacher, targets)) == ["kl"]
     assert list(logit_losses(ObjectiveWeights(kl=0, cross_entropy=1), student, targets=targets)) == ["cross_entropy"]
@@ -162,15 +156,3 @@ def test_parts_that_are_asked_for_are_made_and_weighed():
 def test_bad_weights(values, message):
     with pytest.raises(SurgeryError, match=message):
         ObjectiveWeights.from_mapping(values, "heal.yaml")
-
-
-def test_what_cannot_be_compared():
-    student, teacher, _ = pair()
-    with pytest.raises(SurgeryError, match="student 41, teacher 40"):
-        divergences.forward_kl(student, States(teacher.hidden, nn.Linear(TEACHER_WIDTH, 40).double()))
-    with pytest.raises(SurgeryError, match="between student, teacher and targets: hidden 23, teacher 22"):
-        divergences.forward_kl(student, States(teacher.hidden[1:], teacher.head))
-    with pytest.raises(SurgeryError, match="needs a teacher"):
-        logit_losses(ObjectiveWeights(), student)
-    with pytest.raises(SurgeryError, match="needs targets"):
-        logit_losses(ObjectiveWeights(cross_entropy=1), student, teacher)

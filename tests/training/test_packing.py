@@ -64,12 +64,11 @@ def test_a_failed_writing_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_token_file_is_refused(tmp_path):
+def test_a_damaged_token_file_is_none(tmp_path):
     token_file(tmp_path, documents(3))
     path = tmp_path / "tokens" / "tokens.i4"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(SurgeryError, match="remove the folder"):
-        TokenFile.read(tmp_path / "tokens", {"of": "test"})
+    assert TokenFile.read(tmp_path / "tokens", {"of": "test"}) is None
 
 
 def test_reading_stops_at_the_limit(tmp_path):
@@ -183,13 +182,6 @@ def test_too_little_text(tmp_path, count, held_out):
     file = token_file(tmp_path, documents(count, 5, 6) if not held_out else documents(count))
     with pytest.raises(SurgeryError, match=r"novel\.txt has too little text"):
         PackedSequences(file, text_shape(), "novel.txt", held_out=held_out)
-
-
-def test_impossible_requests():
-    with pytest.raises(SurgeryError, match="at least 2 tokens, not 1"):
-        text_shape(1)
-    with pytest.raises(SurgeryError, match="recall must be from 0 to 1"):
-        Recalls(Letters(), 1.5, 0)
 
 
 def test_orders_are_the_same_on_every_machine_and_mixtures_keep_their_shares():

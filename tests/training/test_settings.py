@@ -1,15 +1,12 @@
 """Settings of a healing: refused early, and the schedule that follows from them."""
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from surgery.common.errors import SurgeryError
-from surgery.training.objectives import ObjectiveWeights
 from surgery.training.schedule import Budget, learning_rate
-from surgery.training.settings import LOSSES, HealSettings, named
-from surgery.training.trackers import check_tracker
+from surgery.training.settings import HealSettings
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -31,15 +28,11 @@ def test_shipped_settings_are_the_defaults():
         ({"warmup": 2}, "warmup is a share"),
         ({"betas": [0.9]}, "betas must be two numbers"),
         ({"betas": [0.9, 1.0]}, "betas must be two numbers"),
-        ({"spike": 0.5}, "spike must be above 1"),
         ({"max_tokens": None}, "no limit ends the run"),
         ({"data": []}, "data is empty"),
-        ({"train": "new"}, "set teacher"),
-        ({"lora_modules": ["q_proj"]}, 'needs train "lora"'),
         ({"objective": {"cross_entropi": 1}}, "did you mean cross_entropy"),
         ({"objective": {"kl": 1}}, "kl needs a teacher"),
         ({"objective": {"hidden": 1}, "teacher_logits": "cache"}, "needs the teacher's layers"),
-        ({"objective": {"hidden": 1}, "teacher": "t", "compile": True}, "does not support compile"),
         ({"teacher_logits": "cache", "max_tokens": None, "max_seconds": 5}, "max_tokens or max_steps"),
     ],
 )
@@ -53,12 +46,9 @@ def test_refuses_what_is_incomplete_or_impossible_before_it_starts():
         HealSettings(out="x").check_complete()
     with pytest.raises(SurgeryError, match="weight must be a finite number"):
         HealSettings(student="s", out="x", objective={"cross_entropy": -1}).check_complete()
-    with pytest.raises(SurgeryError, match="did you mean wandb"):
-        check_tracker(HealSettings(tracker="wandbb"))
 
 
 def test_the_objective_is_what_was_named_and_nothing_else():
-    assert {each.name for each in fields(ObjectiveWeights)} == {*LOSSES}
     assert HealSettings(teacher="t").weights().parts() == ["kl"]
     assert HealSettings().weights().parts() == ["cross_entropy"]
     assert HealSettings(teacher="t", objective={"hidden": 2.0}).weights().parts() == ["hidden"]
@@ -92,10 +82,7 @@ def test_a_small_budget_has_small_steps(values, processes, expected):
     assert settings.global_batch(processes) == HealSettings(**values).global_batch(processes)
 
 
-def test_patterns_name_whole_parts_and_yaml_numbers_may_be_text():
-    assert named("kv_down.weight", "model.layers.0.self_attn.kv_down.weight")
-    assert named("*.self_attn.*", "model.layers.0.self_attn.kv_down.weight")
-    assert not named("down.weight", "model.layers.0.self_attn.kv_down.weight")
+def test_yaml_numbers_may_be_text():
     assert HealSettings(learning_rate="1e-4").learning_rate == 1e-4
 
 

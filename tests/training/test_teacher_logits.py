@@ -28,16 +28,6 @@ def states(seed: int, *shape: int, dtype=torch.float64) -> States:
     return States(torch.randn(*shape, WIDTH, generator=generator).to(dtype).requires_grad_(), head)
 
 
-def test_all_tokens_give_the_full_divergence():
-    student, teacher = states(0, N), states(1, N)
-    expected = divergences.forward_kl(student, teacher)
-    actual = divergences.forward_kl(student, top_k(teacher, VOCAB, torch.float64), chunks=3)
-    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
-    for weight in (student.hidden, student.head.weight):
-        pair = [torch.autograd.grad(value, weight, retain_graph=True)[0] for value in (actual, expected)]
-        torch.testing.assert_close(*pair, atol=1e-9, rtol=1e-9)
-
-
 @pytest.mark.parametrize("chunks", [1, 3, 30])
 def test_fewer_tokens_and_one_for_the_rest(chunks):
     student, teacher = states(0, N), states(1, N)
@@ -80,14 +70,6 @@ def test_certain_teachers_leave_finite_gradients():
     assert top.rest.min() >= LEAST and top.values.isfinite().all()
     value = divergences.forward_kl(student, top)
     assert value.isfinite() and torch.autograd.grad(value, student.hidden)[0].isfinite().all()
-
-
-def test_what_top_tokens_cannot_do():
-    student, teacher = states(0, N), states(1, N)
-    with pytest.raises(SurgeryError, match="vocabulary size 31, not 32"):
-        top_k(teacher, 32)
-    with pytest.raises(SurgeryError, match="student 31, teacher 32"):
-        divergences.forward_kl(student, replace(top_k(teacher, 3), vocabulary=32))
 
 
 IDENTITY = CacheIdentity(model="m" * 64, data="d" * 64, sequences=7, length=LENGTH, vocabulary=VOCAB, k=3)
@@ -144,8 +126,6 @@ def test_goes_on_where_it_stopped(tmp_path, small_shards):
         TeacherLogits(tmp_path, IDENTITY).fill(stopping, batch=1)
     cache = TeacherLogits(tmp_path, IDENTITY)
     assert cache.missing() == [range(3, 6), range(6, 7)]
-    with pytest.raises(SurgeryError, match=r"shard-00001\.safetensors: is missing"):
-        cache.read(3)
     calls = []
     cache.fill(teacher_of(calls))
     assert calls == [3, 4, 5, 6] and cache.missing() == []
@@ -176,26 +156,18 @@ def test_other_caches_and_folders_are_refused(tmp_path):
     TeacherLogits(tmp_path, IDENTITY)
     for name in vars(IDENTITY):
         changed = "x" if name in ("model", "data") else 10
-        with pytest.raises(SurgeryError, match=rf"do not fit this run \({name} "):
+        with pytest.raises(SurgeryError, match=rf"do not fit this run \(.*{name} "):
             TeacherLogits(tmp_path, replace(IDENTITY, **{name: changed}))
     (tmp_path / HEADER).write_text(json.dumps({"format": 0}))
-    with pytest.raises(SurgeryError, match="not a header of teacher logits"):
+    with pytest.raises(SurgeryError, match="format 0 instead of 1"):
         TeacherLogits(tmp_path, IDENTITY)
     (tmp_path / HEADER).rename(tmp_path / "thesis.txt")
     with pytest.raises(SurgeryError, match="contains files other than"):
         TeacherLogits(tmp_path, IDENTITY)
 
 
-def test_shard_size_of_an_older_cache_is_kept(tmp_path, small_shards, monkeypatch):
-    TeacherLogits(tmp_path, IDENTITY)
-    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 10**9)
-    assert TeacherLogits(tmp_path, IDENTITY).missing()[0] == range(0, 3)
-
-
-def test_bad_use(tmp_path, small_shards):
+def test_a_damaged_shard(tmp_path, small_shards):
     cache = TeacherLogits(tmp_path, IDENTITY)
-    with pytest.raises(SurgeryError, match="sequence 7 is out of range"):
-        cache.read(7)
     cache.fill(teacher_of())
     (tmp_path / "shard-00002.safetensors").write_bytes(b"12345678" * 3)
     with pytest.raises(SurgeryError, match=r"shard-00002\.safetensors: damaged"):

@@ -9,9 +9,8 @@ import pytest
 from healing import heal_here, heal_settings, log_of, losses_of
 
 from surgery.common.errors import SurgeryError
+from surgery.common.wandb_service import check_wandb
 from surgery.training import heal, trackers
-from surgery.training.settings import HealSettings
-from surgery.training.trackers import check_tracker
 
 SHORT = {"max_steps": 2, "eval_every": None, "held_out": 0}
 ENVIRONMENT = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
@@ -62,15 +61,14 @@ class Service:
 
 def test_wandb_follows_a_run(settings, monkeypatch, tmp_path):
     service = Service(monkeypatch)
-    values = settings(tracker="wandb", wandb_mode="offline", project="mine", held_out=2, evaluate_every=1, length=96)
-    values |= {"evaluate_tasks": ["recall"], "evaluate_limit": 1, "tracker_folder": str(tmp_path / "kept")}
+    values = settings(wandb="mine", wandb_mode="offline", held_out=2)
+    values |= {"tracker_folder": str(tmp_path / "kept")}
     facts = heal_here(values)
     request = (service.asked["project"], service.asked["mode"], service.asked["dir"])
     assert request == ("mine", "offline", str(tmp_path / "kept")) and (tmp_path / "kept").is_dir()
     assert service.asked["config"]["max_steps"] == 2
     names = {(step, name) for step, numbers in service.logged for name in numbers}
     assert {(1, "loss"), (2, "tokens_per_second"), (0, "held_out/cross_entropy")} <= names
-    assert {(0, "evaluation/recall/accuracy"), (2, "evaluation/recall/accuracy")} <= names
     assert service.finished == 1
     assert facts["wandb"] == {"entity": "us", "project": "p", "run_id": "abc123", "url": service.url}
     assert facts["tracker_failed"] is None
@@ -87,7 +85,7 @@ def losses(tmp_path_factory, teacher) -> list[float]:
 @pytest.mark.parametrize("breaks", ["log", "finish"])
 def test_a_tracker_that_fails_does_not_end_the_run(settings, losses, monkeypatch, capsys, breaks):
     Service(monkeypatch, breaks=breaks)
-    tracked = settings(name="tracked", tracker="wandb", wandb_mode="offline")
+    tracked = settings(name="tracked", wandb="p", wandb_mode="offline")
     heal_here(tracked)
     assert losses_of(tracked) == losses
     assert (Path(tracked["out"]) / "model.safetensors").exists()
@@ -106,14 +104,14 @@ def test_a_tracker_ends_with_a_run_that_fails(settings, monkeypatch):
     service = Service(monkeypatch)
     monkeypatch.setattr(heal.Loop, "run", lambda self: (_ for _ in ()).throw(SurgeryError("no")))
     with pytest.raises(SurgeryError, match="no"):
-        heal_here(settings(tracker="wandb", wandb_mode="offline"))
+        heal_here(settings(wandb="p", wandb_mode="offline"))
     assert service.finished == 1
 
 
 def test_a_tracker_that_refuses_does_so_before_models_are_loaded(settings, monkeypatch, no_models):
     Service(monkeypatch, breaks="init")
-    with pytest.raises(SurgeryError, match=r"wandb does not start: api key is not valid; .*tracker none"):
-        heal_here(settings(tracker="wandb", wandb_mode="offline"))
+    with pytest.raises(SurgeryError, match=r"wandb does not start: api key is not valid; .*leave wandb out"):
+        heal_here(settings(wandb="p", wandb_mode="offline"))
 
 
 def test_wandb_online_without_a_network(settings, monkeypatch, no_models):
@@ -123,7 +121,7 @@ def test_wandb_online_without_a_network(settings, monkeypatch, no_models):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     with pytest.raises(SurgeryError, match=r"wandb does not start: .*127\.0\.0\.1:9.*wandb_mode offline"):
-        heal_here(settings(tracker="wandb"))
+        heal_here(settings(wandb="p"))
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -136,9 +134,7 @@ def test_wandb_without_a_service(settings, tmp_path, monkeypatch, mode, by_varia
     if by_variable:
         monkeypatch.setenv("WANDB_MODE", mode)
         wandb.teardown()
-    values = settings(
-        tracker="wandb", wandb_mode="online" if by_variable else mode, tracker_folder=str(tmp_path / "kept")
-    )
+    values = settings(wandb="p", wandb_mode="online" if by_variable else mode, tracker_folder=str(tmp_path / "kept"))
     facts = heal_here(values)
     assert (facts["steps"], facts["tracker_failed"]) == (2, None)
     runs = list((tmp_path / "kept").glob("wandb/offline-run-*"))
@@ -147,24 +143,16 @@ def test_wandb_without_a_service(settings, tmp_path, monkeypatch, mode, by_varia
 
 def test_wandb_online_needs_a_login(settings, tmp_path, monkeypatch, no_models):
     pytest.importorskip("wandb")
-    values = settings(tracker="wandb")
+    values = settings(wandb="p")
     with pytest.raises(SurgeryError, match="logged in"):
         heal_here(values)
     assert not Path(f"{values['out']}.run").exists()
     for host, url in (("api.wandb.ai", ""), ("metrics.example.org", "https://metrics.example.org")):
         monkeypatch.setenv("WANDB_BASE_URL", url)
         (tmp_path / "no-netrc").write_text(f"machine {host}\n  login user\n  password x\n")
-        check_tracker(HealSettings(**values))
+        check_wandb("online", "wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "https://other.example.org")
     with pytest.raises(SurgeryError, match="logged in"):
-        check_tracker(HealSettings(**values))
+        check_wandb("online", "wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    check_tracker(HealSettings(**values))
-
-
-def test_a_tracker_that_is_not_installed_is_refused_first(settings, monkeypatch, no_models):
-    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
-    values = settings(tracker="mlflow")
-    with pytest.raises(SurgeryError, match="tracker mlflow is not installed: pip install mlflow"):
-        heal_here(values)
-    assert not Path(f"{values['out']}.run").exists()
+    check_wandb("online", "wandb")
