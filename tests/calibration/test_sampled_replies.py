@@ -60,6 +60,6 @@ def test_a_broken_model_is_reported():
 def test_a_template_that_fails_is_one_line(template):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = template
-    with pytest.raises(SurgeryError, match="the chat template of .* rejects the conversation: .+") as error:
+    with pytest.raises(SurgeryError, match=r"the chat template of .* rejects the conversation: .+") as error:
         render_chat(tokenizer, [{"role": "user", "content": "x"}])
     assert "\n" not in str(error.value)
