@@ -32,7 +32,7 @@ FLAGS = {
     "rope-frequencies seed sinks streaming text-field to window",
     "slice": "allocate batch-size device dtype json kv-ratio max-shard-size out overwrite",
     "heads": "allow-pickle config device dtype facts json learning-rate length method offload out overwrite "
-    "penalty recall recent samples seed seeds sinks steps target text text-field",
+    "recent samples seed seeds sinks steps target text text-field",
     "heal": "batch-size config data device dry-run dtype json launcher learning-rate length max-time "
     "max-tokens measure no-measure out overwrite processes project recipe seed teacher tracker train "
     "wandb-mode",

@@ -28,7 +28,6 @@ from surgery.common.pictures import Page
 from surgery.common.temporary import TemporaryFolder
 from surgery.evaluation.names import name_and_path
 from surgery.evaluation.store import ResultStore
-from surgery.heads.journal import Journal
 from surgery.heads.pattern import HeadPattern
 from surgery.healing import heal as healing
 from surgery.planning.picture import save_figure
@@ -313,7 +312,6 @@ def world(root: Path) -> list[Path]:
     store.put("b" * 32, {})
     HeadPattern(torch.eye(2), "made").save(root / "pattern.safetensors")
     Page("x").save(root / "page.html")
-    Journal(root / ".journal", {}).put({"x": torch.ones(1)})
     (root / "tmp").mkdir()
     return [root, *(path for path in root.rglob("*") if path.is_dir())]
 
@@ -337,7 +335,6 @@ def runs(root: Path):
     yield lambda: HeadPattern(torch.ones(2, 2), "made").save(root / "pattern.safetensors", overwrite=True)
     yield lambda: Page("y").save(root / "page.html", overwrite=True)
     yield lambda: Page("y").save(root / "notes.html", overwrite=True)
-    yield lambda: Journal(root / ".journal", {"other": 1}, restart=True)
     yield lambda: TokenFile.write(root / "out.healing/trained.run/data/tokens-0123456789abcdef", {}, [[1]])
     yield lambda: write_whole(root / "plan.yaml", "a: 1")
     yield lambda: TemporaryFolder("test").remove()
@@ -381,11 +378,10 @@ def test_runs_replace_and_remove_what_is_theirs(tmp_path, monkeypatch):
     world(tmp_path)
     for step in (*list(runs(tmp_path))[:3], healing_folder(tmp_path).clear, healing_folder(tmp_path).remove):
         step()
-    for step in list(runs(tmp_path))[7:13]:
+    for step in list(runs(tmp_path))[7:12]:
         step()
     assert not list(tmp_path.glob("*.partial")) and not (tmp_path / "out.healing").exists()
     assert not list((tmp_path / "eval" / "results").glob("b*"))
-    assert not (tmp_path / ".journal").exists()
 
 
 def test_patterns():

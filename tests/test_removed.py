@@ -18,6 +18,7 @@ PLAIN = {
     "heal --dry-run": ("final_learning_rate", "teacher_logits", "teacher_top_k"),
     "plan": ("mixtures", "refine"),
     "inspect": ("gpu",),
+    "heads": ("penalty", "recall"),
     "bench kernels": ("tune", "tuned", "quick"),
 }
 """Options by the command that had them."""
@@ -49,6 +50,7 @@ LINES |= {
     "data teacher": ["heal", "builtin", "--data", "teacher"],
     "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
     "heads score": ["heads", "score", "builtin"],
+    "heads restart": ["heads", "builtin", "--restart"],
     "compare-heads": ["run", "{recipe}"],
     "calibration self": ["convert", "builtin", "--calibration", "self"],
     "run copy": ["recipes", "--copy", "testbed-mla"],

@@ -16,6 +16,7 @@ from surgery.cli.options import (
     JsonOption,
     PickleOption,
     RestartOption,
+    check_launcher,
     command_line,
     flag,
     option,
@@ -170,6 +171,7 @@ def run(
             raise SurgeryError("RECIPE is missing: pass a YAML file of steps, or a name that surgery run lists")
         show_shipped("recipes", as_json=as_json)
         return
+    check_launcher()
 
     from surgery.common.progress import Progress
     from surgery.common.shipped import find_shipped

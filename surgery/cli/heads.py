@@ -12,7 +12,7 @@ from surgery.cli.options import (
     ConfigOption,
     JsonOption,
     PickleOption,
-    RestartOption,
+    check_launcher,
     flag,
     option,
 )
@@ -34,13 +34,11 @@ def score(
     config: ConfigOption = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.", OUTPUT)] = False,
     allow_pickle: PickleOption = False,
-    restart: RestartOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Score every KV head of a checkpoint: the higher, the more it needs the full context.
 
-    Writes a pattern file for `surgery convert --to hybrid`, and a heat map next to it. An interrupted scoring resumes
-    when run again. Processes of `torchrun -m surgery heads CKPT` or `accelerate launch` share the work.
+    Writes a pattern file for `surgery convert --to hybrid`, and a heat map next to it.
 
     Examples:
 
@@ -48,6 +46,7 @@ def score(
 
         surgery heads ckpt/ --method needle --sinks 16 --window 112 --length 1024 --out needle.safetensors
     """
+    check_launcher()
     from surgery.checkpoint.named_models import find_model, model_named, output_of
     from surgery.heads.pattern_path import check_pattern, default_pattern
 
@@ -62,7 +61,6 @@ def score(
     from surgery.console.heads import show_pattern
     from surgery.heads.scoring import score_heads
 
-    modes = {"overwrite": overwrite, "restart": restart}
-    scored = score_heads(checkpoint, out, settings, **modes, allow_pickle=allow_pickle, progress=Progress())
-    if scored.is_main:
-        show_pattern(scored, called, as_json=as_json)
+    modes = {"overwrite": overwrite, "allow_pickle": allow_pickle}
+    scored = score_heads(checkpoint, out, settings, **modes, progress=Progress())
+    show_pattern(scored, called, as_json=as_json)

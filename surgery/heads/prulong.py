@@ -71,10 +71,10 @@ class PruLongObjective:
 
     name = "prulong"
 
-    def __init__(self, session: ScoringSession, batch: int | None = None) -> None:
-        """Load text for ``batch`` sequences per step, as in `train_gates`; shorter text is repeated."""
+    def __init__(self, session: ScoringSession) -> None:
+        """Load text for a sequence per step; shorter text is repeated."""
         self._model, self._settings, self._seed = session.model, session.settings, session.seed
-        self._text = session.text(session.settings.steps * (batch or session.processes.count))
+        self._text = session.text(session.settings.steps)
         with torch.no_grad():
             self._reader = LogitReader(session.model, self._text)
         shape, device = (session.layers, session.kv_heads), input_device(session.model)
@@ -89,16 +89,12 @@ class PruLongObjective:
             {"params": [self.multipliers], "lr": MULTIPLIER_RATE, "maximize": True},
         ]
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors that change in training."""
-        return {"log_alpha": self.log_alpha, "multipliers": self.multipliers, "chance_sum": self.chance_sum}
-
-    def backward(self, step: int, sequence: int) -> Tensor:
-        """Backpropagate the mean loss of a sequence's tokens under gates sampled for it."""
+    def backward(self, step: int) -> Tensor:
+        """Backpropagate the mean loss of the step's sequence under gates sampled for it."""
         # CPU generators use the low 32 bits of a seed only.
-        noise = torch.Generator().manual_seed((self._seed * 1_000_003 + sequence) % 2**32)
+        noise = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**32)
         gates = sampled_gates(self.log_alpha, noise)
-        tokens = self._text[sequence % len(self._text)][None]
+        tokens = self._text[step % len(self._text)][None]
         with gated_heads(self._model, gates, self._settings.sinks, self._settings.recent):
             loss = mean_loss(self._reader, tokens)
             loss.backward()

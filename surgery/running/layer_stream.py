@@ -267,7 +267,7 @@ class LayerStream:
             leaf = hidden.to(self.device, self.dtype).detach().requires_grad_()
             normed = self.final_norm(leaf)
         flat, cap = normed.detach().flatten(0, 1), logit_cap(self.config)
-        chance, quantile = sampling_numbers(len(flat), generator).to(self.device)
+        chance, quantile = torch.rand(2, len(flat), generator=generator, dtype=torch.float64).to(self.device)
         expected = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         drawn, maximum = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
         for _, weight in self.output_slices():
@@ -296,11 +296,6 @@ class LayerStream:
         if not leaf.grad.isfinite().all():
             raise overflow(self.reader, "gradients of the loss")
         return leaf.grad
-
-
-def sampling_numbers(count: int, generator: torch.Generator) -> Tensor:
-    """Draw two uniform numbers per token for label sampling, [2, count] float64."""
-    return torch.rand(2, count, generator=generator, dtype=torch.float64)
 
 
 @dataclass

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 
-from surgery.calibration.parts import Parts
 from surgery.calibration.statistics import MomentAccumulator
 from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
 from surgery.common.errors import SurgeryError
@@ -78,7 +77,7 @@ def most_in_a_sweep(checkpoint, monkeypatch, sequences, limit):
     before = live_bytes()
     with BoundaryStore(limit=limit) as store:
         final = forward_sweep(opened.stream, tokens, store, 2, lambda: None)
-        for layer in backward_sweep(opened, store, final, Parts(len(tokens), 2)):
+        for layer in backward_sweep(opened, store, final, 2):
             del layer
     monkeypatch.setattr(MomentAccumulator, "result", result)
     return max(records) - before - tokens.nbytes
