@@ -27,7 +27,7 @@ CLASSES["plan"] = PlanSettings
 FLAGS = {
     "convert": "allocate allow-pickle batch-size bits block calibration calibration-length calibration-tokens carrier "
     "compensated config context device dry-run dtype engine freqfold group-size heads "
-    "held-out held-out-text json keep-statistics kv-heads kv-lora-rank kv-ratio latent-norm "
+    "held-out json keep-statistics kv-heads kv-lora-rank kv-ratio latent-norm "
     "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-dim "
     "rope-frequencies seed sinks streaming text-field to window",
     "slice": "allocate batch-size device dtype json kv-ratio max-shard-size out overwrite",

@@ -10,7 +10,17 @@ from surgery.planning.settings import PlanSettings
 
 OBJECTIVES = ("reverse_kl", "jsd", "jsd_beta", "attention", "temperature")
 PLAIN = {
-    "convert": ("fit_steps", "fit_iterations", "fit_queries", "fit_worth", "log_file", "push_to_hub", "group", "keys"),
+    "convert": (
+        "fit_steps",
+        "fit_iterations",
+        "fit_queries",
+        "fit_worth",
+        "log_file",
+        "held_out_text",
+        "push_to_hub",
+        "group",
+        "keys",
+    ),
     "convert --to mla": ("hadamard", "rope_bits"),
     "convert --to hybrid": ("streaming_bits", "granularity", "heads_multiple"),
     "eval": ("ruler_floor", "repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes"),

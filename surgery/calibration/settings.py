@@ -49,13 +49,6 @@ class ConversionSettings(FileSettings):
         least=1,
         advanced=True,
     )
-    held_out_text: str | None = setting(
-        None,
-        "Text of the held-out sequences.",
-        unset="other documents of the calibration text",
-        metavar="FILE|DATASET",
-        advanced=True,
-    )
     seed: int = setting(0, "Seed of every random choice.", advanced=True)
     device: str = setting(
         "auto", "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if available.", section="Machine", metavar="NAME"
@@ -114,8 +107,3 @@ class ConversionSettings(FileSettings):
             parse_size(self.activation_memory, "activation_memory")
         if notice := removal(f"calibration {self.calibration}"):
             raise SurgeryError(f"calibration {self.calibration} {notice}", setting="calibration")
-        if self.held_out_text in ("builtin", NO_CALIBRATION, self.calibration):
-            raise SurgeryError(
-                f"held_out_text {self.held_out_text}: use a text other than the calibration text",
-                setting="held_out_text",
-            )

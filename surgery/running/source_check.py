@@ -65,8 +65,8 @@ def open_source(source: str | Path, *, allow_pickle: bool = False, trust_remote_
 def checked(reader: CheckpointReader) -> CheckpointReader:
     """Compare a checkpoint with its class; return it with its config.json corrected from the tensors.
 
-    It is returned unchanged if transformers lacks the class, if its family is refused by name, or if its weights have an unsupported quantization. Raises SurgeryError: config and tensors contradict each
-    other.
+    It is returned unchanged if transformers lacks the class, if its family is refused by name, or if its weights have
+    an unsupported quantization. Raises SurgeryError: config and tensors contradict each other.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
