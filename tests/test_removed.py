@@ -17,6 +17,7 @@ PLAIN = {
         "fit_worth",
         "log_file",
         "held_out_text",
+        "activation_memory",
         "push_to_hub",
         "group",
         "keys",

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.running.activations import give_back
 from surgery.running.moment_precision import MomentPrecision
 
 SWEEPS = 2
@@ -107,7 +106,6 @@ def _mean(of_batch: Callable[[Tensor, Tensor | None], Tensor], rows: Held, weigh
             weight = None if weights is None else weights[part][start : start + len(batch)]
             part_total += of_batch(batch, weight)
             start += len(batch)
-            give_back(batch)
         total += part_total
         count += start
     return total / count
@@ -126,6 +124,5 @@ def _unusual(rows: Held, moment: Tensor, device: str | torch.device) -> list[Ten
             x = precision.widened(batch.to(device))
             inverse = inverse.to(x)
             unusual_rows.append(precision.kept(((x @ inverse) * x).sum(-1)))
-            give_back(batch)
         by_part.append(torch.cat(unusual_rows).cpu() / size)
     return by_part

@@ -7,7 +7,6 @@ Plain moments are averages over tokens. The loss increase of an error follows fr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -88,7 +87,6 @@ class MomentAccumulator:
     With gradients, keys, values and gradients of all tokens stay on the CPU until :meth:`result`.
 
     Args:
-        hold: stores a batch of keys, values or gradients.
         first: number of first tokens per sequence to exclude, which a cache keeps in full precision.
     """
 
@@ -97,11 +95,10 @@ class MomentAccumulator:
         anatomy: AttentionAnatomy | LatentAnatomy,
         *,
         gradients: bool,
-        hold: Callable[[Tensor], Tensor] = Tensor.cpu,
         first: int = 0,
     ):
         self._first = first
-        self._gradients, self._hold = gradients, hold
+        self._gradients = gradients
         self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
         self._precision = MomentPrecision.of(
             self._device, sums_bytes(_width(anatomy), gradients=gradients, key_norm=anatomy.k_norm is not None)
@@ -135,7 +132,7 @@ class MomentAccumulator:
                 moments["raw_gradients"] = _rows(raw, v_grad)
                 _add(sums, "raw_gradient", precision.gram(moments["raw_gradients"]))
             for name, batch in moments.items():
-                self._held[name][-1].append(self._hold(batch))
+                self._held[name][-1].append(batch.cpu())
         if inputs is not None:
             x = inputs.detach()[:, body].flatten(0, 1)
             _add(sums, "input_scale", precision.total(x.abs()))

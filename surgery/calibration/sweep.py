@@ -2,7 +2,7 @@
 
 The forward sweep stores the inputs of each layer (a file per layer, in a temporary folder). The backward sweep reloads
 the layers from last to first, recomputes each with gradients and yields its statistics. Memory holds one layer and the
-activations at one layer boundary, or a limited part of them.
+activations at one layer boundary.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from surgery.calibration.statistics import LayerStatistics, MomentAccumulator
 from surgery.checkpoint import TensorSpec
-from surgery.checkpoint.disk import disk_errors, parse_size
+from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.safetensors_format import encode_header, read_header
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.tensors import as_bytes
 from surgery.common.layer_files import LayerFiles
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.attention import CapturedAttention
-from surgery.running.activations import ActivationMemory, give_back, map_file
+from surgery.running.activations import give_back, map_file
 from surgery.running.layer_stream import LayerStream
 from surgery.running.overflow import overflow
 from surgery.running.source import Source
@@ -37,12 +37,11 @@ other versions differ in the last bits if it changes."""
 class BoundaryStore(LayerFiles):
     """Store of hidden states at layer boundaries, one file each: tokens x hidden size x layers elements in total.
 
-    ``limit`` is the maximum of activations in memory, such as ``4GiB``; ``filled``: whether all boundaries are stored.
+    ``filled``: whether all boundaries are stored.
     """
 
-    def __init__(self, parent: Path | None = None, limit: str | None = None):
+    def __init__(self, parent: Path | None = None):
         super().__init__("boundaries", parent)
-        self.memory = ActivationMemory(None if limit is None else parse_size(limit), self.folder)
         self._sweep: Callable[[], object] | None = None
         self.filled = False
 
@@ -58,7 +57,6 @@ class BoundaryStore(LayerFiles):
             file.write(header)
             for sequence in hidden:
                 file.write(as_bytes(sequence.cpu().contiguous()).numpy())
-                give_back(hidden)
 
     def load(self, index: int) -> Tensor:
         """Return the inputs of a layer [N, T, D], mapped from their file and read-only."""
@@ -75,10 +73,9 @@ class BoundaryStore(LayerFiles):
 
     def embed(self, stream: LayerStream, tokens: Tensor, batch_size: int) -> Tensor:
         """Embed tokens [N, T] in batches to the inputs of the first layer [N, T, D]."""
-        hidden = self.memory.empty((*tokens.shape, stream.config.hidden_size), stream.dtype, stream.device)
+        hidden = torch.empty((*tokens.shape, stream.config.hidden_size), dtype=stream.dtype, device=stream.device)
         for rows in batches(len(tokens), batch_size):
             hidden[rows] = stream.embed(tokens[rows])
-            give_back(hidden)
         return hidden
 
 
@@ -107,7 +104,7 @@ def forward_sweep(
     snapshots = snapshots or Snapshots()
     if state := snapshots.last("forward"):
         begin = state["layer"]
-        hidden = store.memory.copy(store.load(begin))
+        hidden = store.load(begin).clone()
         progress(begin)
     else:
         begin, hidden = 0, store.embed(stream, tokens, batch_size)
@@ -145,7 +142,7 @@ def backward_sweep(
     stream, snapshots = opened.stream, snapshots or Snapshots()
     if state := snapshots.last("backward"):
         upstream, end, store.filled = state["upstream"], state["layer"], True
-        upstream = None if upstream is None else store.memory.copy(upstream)
+        upstream = None if upstream is None else upstream.clone()
     else:
         upstream, end = _upstream(stream, final, batch_size, seed) if gradients else None, stream.num_layers
     stateful = opened.stateful
@@ -169,10 +166,8 @@ def _swept(
 ) -> SweptLayer:
     """Recompute a layer and replace gradients at its output [N, T, D], if any, by those at its input, in place."""
     anatomy, hidden, gradients = anatomy.to(stream.device, stream.dtype), store.load(index), upstream is not None
-    moments = [
-        MomentAccumulator(anatomy, gradients=gradients, hold=store.memory.hold, first=first) for first in first_tokens
-    ]
-    inputs = store.memory.empty(hidden.shape, stream.dtype)
+    moments = [MomentAccumulator(anatomy, gradients=gradients, first=first) for first in first_tokens]
+    inputs = torch.empty(hidden.shape, dtype=stream.dtype)
     with stream.layer(index) as layer:
         for part in batch_parts(len(hidden), batch_size):
             for rows in part:
@@ -186,7 +181,7 @@ def _swept(
                 for each in moments:
                     each.add(captured.projection, captured.inputs)
                 inputs[rows] = captured.inputs.to(inputs)
-                give_back(hidden, inputs, *([upstream] if gradients else []))
+                give_back(hidden)
             for each in moments:
                 each.end_part()
     statistics = [each.result() for each in moments]
@@ -204,7 +199,7 @@ def _pass_gradients(stream: LayerStream, index: int, hidden: Tensor, upstream: T
                 out = layer(leaf)
             out.backward(upstream[rows].to(out))
             upstream[rows] = leaf.grad.to(upstream)
-            give_back(hidden, upstream)
+            give_back(hidden)
 
 
 def _upstream(stream: LayerStream, final: Tensor, batch_size: int, seed: int) -> Tensor:
@@ -212,7 +207,6 @@ def _upstream(stream: LayerStream, final: Tensor, batch_size: int, seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     for rows in batches(len(final), batch_size):
         final[rows] = stream.sampled_loss_gradient(final[rows], generator)
-        give_back(final)
     return final
 
 

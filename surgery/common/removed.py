@@ -66,6 +66,7 @@ REMOVED = {
     "config copy": "use surgery config NAME > NAME.yaml and edit the file",
     "processes": "use torchrun --nproc-per-node N -m surgery eval; other commands but heal run as one process",
     "heads restart": "scoring always starts from scratch: leave it out",
+    "activation_memory": "use fewer --calibration-tokens; figures show no gain beyond the default",
     "held_out_text": "other documents of the calibration text are held out: measure with surgery eval --data",
     "penalty": "training adapts the weight of the gates until the target is met: leave it out",
     "recall": "--method needle and duo plant facts, the others need none: leave it out",

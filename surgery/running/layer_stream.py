@@ -24,7 +24,7 @@ from surgery.model.attention_functions import own_softmax
 from surgery.model.cache_argument import CACHE
 from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.model.parts import entries_of
-from surgery.running.activations import give_back, trim_allocator
+from surgery.running.activations import trim_allocator
 from surgery.running.equal_widths import use_equal_widths
 from surgery.running.loading import causal_class, loading, with_standard_names, without_initial_values
 from surgery.running.overflow import check_hidden, check_sizes, overflow, size_of
@@ -176,7 +176,6 @@ class LayerStream:
                 if attention is None:  # simulated attention may overflow although the model does not
                     sizes.append(size_of(output))
                 hidden[start : start + batch_size] = output.to(hidden)
-                give_back(hidden)
         check_sizes(sizes, self.reader, "hidden states")
         return hidden
 

@@ -57,7 +57,7 @@ class ConversionContext(Generic[Opened, Settings]):
     ) -> ConversionContext[Opened, Settings]:
         """Create a context with files next to its snapshots, or in a temporary folder if these have no folder."""
         folder = snapshots.folder
-        library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
+        library, store = StatisticsLibrary(folder), BoundaryStore(folder)
         return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots)
 
     def gather(

@@ -83,7 +83,7 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
             texts = load_texts(structure.opened, settings, progress)
         forecast = structure.forecast()
         progress.expect(Workload.of(structure.opened, settings, texts.counts(), forecast.demand).phase_flops())
-        facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
+        facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.to_dict()}
         modes = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
             unfinished = stack.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **modes))
