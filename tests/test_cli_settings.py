@@ -31,7 +31,7 @@ FLAGS = {
     "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-dim "
     "rope-frequencies seed sinks streaming text-field to window",
     "slice": "allocate batch-size device dtype json kv-ratio max-shard-size out overwrite",
-    "heads": "allow-pickle config device dtype facts json learning-rate length method offload out overwrite "
+    "heads": "allow-pickle config device dtype facts json learning-rate length method out overwrite "
     "recent samples seed seeds sinks steps target text text-field",
     "heal": "batch-size config data device dry-run dtype json launcher learning-rate length max-time "
     "max-tokens measure no-measure out overwrite processes project recipe seed teacher tracker train "

@@ -29,7 +29,7 @@ PLAIN = {
     "heal --dry-run": ("final_learning_rate", "teacher_logits", "teacher_top_k"),
     "plan": ("mixtures", "refine"),
     "inspect": ("gpu",),
-    "heads": ("penalty", "recall"),
+    "heads": ("offload", "penalty", "recall"),
     "bench kernels": ("tune", "tuned", "quick"),
 }
 """Options by the command that had them."""

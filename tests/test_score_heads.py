@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -141,15 +140,6 @@ def test_outputs_that_cannot_be_written_are_refused_before_scoring(source, tmp_p
         with pytest.raises(SurgeryError, match=message):
             score_heads(source, tmp_path / name, quick(), overwrite=True)
     assert listing(tmp_path) == ["file", "folder.safetensors"]
-
-
-@pytest.mark.parametrize(
-    "method", ["kvzip", "duo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("induction", "prulong"))]
-)
-def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
-    request = partial(scored, source, method=method, steps=2)
-    plain, offloaded = request(tmp_path / "a.safetensors"), request(tmp_path / "b.safetensors", offload=True)
-    assert torch.equal(plain.scores, offloaded.scores)
 
 
 def test_the_demo_model_copies_its_needles(tmp_path):

@@ -68,6 +68,7 @@ REMOVED = {
     "heads restart": "scoring always starts from scratch: leave it out",
     "activation_memory": "use fewer --calibration-tokens; figures show no gain beyond the default",
     "held_out_text": "other documents of the calibration text are held out: measure with surgery eval --data",
+    "offload": "the model must fit on the device: score on a larger one, or with --device cpu",
     "penalty": "training adapts the weight of the gates until the target is met: leave it out",
     "recall": "--method needle and duo plant facts, the others need none: leave it out",
     "inspect calibration": "use surgery plan, which measures the loss increase of every target and size",

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import LongTensor, Tensor
 
+from surgery.eval.session import device_of
 from surgery.heads.gate_training import train_gates
-from surgery.heads.gates import gated_heads, input_device
+from surgery.heads.gates import gated_heads
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.running.attention_tap import AttentionCall, tap_attention
 
@@ -55,7 +56,7 @@ class DuoObjective:
     def __init__(self, session: ScoringSession) -> None:
         """Draw a sequence per step."""
         self._model, self._settings = session.model, session.settings
-        self._device = input_device(session.model)
+        self._device = device_of(session.model)
         self._needles = session.needles(session.settings.steps)
         shape = session.layers, session.kv_heads
         self.gates = torch.ones(shape, dtype=torch.float32, device=self._device, requires_grad=True)

@@ -91,10 +91,10 @@ def schedule(step: int, steps: int) -> float:
 
 
 def _activation_bytes(session: ScoringSession) -> float:
-    """Estimate the activation bytes of all layers for a sequence; infinite for experts and for offloaded layers."""
+    """Estimate the activation bytes of all layers for a sequence; infinite for experts."""
     config = session.model.config
     inner, experts = getattr(config, "intermediate_size", None), getattr(config, "num_experts_per_tok", None)
-    if session.settings.offload or experts or not isinstance(inner, int):
+    if experts or not isinstance(inner, int):
         return math.inf
     heads, _, head_dim = head_shape(config)
     width = 16 * config.hidden_size + 16 * heads * head_dim + 6 * inner

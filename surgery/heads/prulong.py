@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from surgery.eval.logits import LogitReader
+from surgery.eval.session import device_of
 from surgery.heads.gate_training import train_gates
-from surgery.heads.gates import gated_heads, input_device, mean_loss
+from surgery.heads.gates import gated_heads, mean_loss
 from surgery.heads.scorer import HeadScores, ScoringSession
 
 TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
@@ -77,7 +78,7 @@ class PruLongObjective:
         self._text = session.text(session.settings.steps)
         with torch.no_grad():
             self._reader = LogitReader(session.model, self._text)
-        shape, device = (session.layers, session.kv_heads), input_device(session.model)
+        shape, device = (session.layers, session.kv_heads), device_of(session.model)
         self.log_alpha = torch.full(shape, START, dtype=torch.float32, device=device, requires_grad=True)
         self.multipliers = torch.tensor([0.0, DAMPING], dtype=torch.float32, device=device, requires_grad=True)
         self.chance_sum = torch.zeros(shape, dtype=torch.float32, device=device)

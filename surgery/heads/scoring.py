@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import LongTensor, nn
+from torch import LongTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.architectures.custom_class import layer_entries
@@ -154,18 +154,16 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSettings) -> PreTrainedModel:
-    """Load the model on the device, or offloaded, in the scoring's dtype and with frozen parameters.
+    """Load the model on the device, in the scoring's dtype and with frozen parameters.
 
     Raises SurgeryError: it cannot be loaded.
     """
-    model = checkpoint.load(torch.device("cpu") if settings.offload else device)
+    model = checkpoint.load(device)
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
     cast(model, getattr(torch, dtype))
     model.requires_grad_(False)
-    if settings.offload:
-        _offload_layers(model, device)
     return model
 
 
@@ -215,18 +213,6 @@ class Texts:
     def _hashed(self, tokens: LongTensor) -> LongTensor:
         self.hashes.add(token_hash(tokens))
         return tokens
-
-
-def _offload_layers(model: PreTrainedModel, device: torch.device) -> None:
-    """Keep the layers of a model on the CPU, loaded one by one in a forward pass; move the rest to the device."""
-    from accelerate import cpu_offload
-
-    base = model.base_model
-    layers, base.layers = base.layers, nn.ModuleList()
-    model.to(device)
-    base.layers = layers
-    for layer in layers:
-        cpu_offload(layer, execution_device=device)
 
 
 def _pattern(

@@ -66,11 +66,11 @@ class HeadSettings(FileSettings):
         1, "Number of scorings with other data, whose mean and spread are stored.", least=1, advanced=True
     )
     seed: int = setting(0, "First seed.", advanced=True)
-    offload: bool = setting(
-        False, "Keep layers in CPU memory and move each to the device when it runs.", section="Machine", advanced=True
-    )
     device: str = setting(
-        "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if available.", metavar="NAME"
+        "auto",
+        "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if available.",
+        section="Machine",
+        metavar="NAME",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
         "auto",
