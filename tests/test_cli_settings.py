@@ -27,12 +27,12 @@ CLASSES["plan"] = PlanSettings
 FLAGS = {
     "convert": "allocate batch-size bits block calibration calibration-length calibration-tokens carrier "
     "compensated config context device dry-run dtype engine freqfold group-size heads "
-    "held-out held-out-text json keep-statistics kv-heads kv-lora-rank kv-ratio latent-norm "
+    "held-out json keep-statistics kv-heads kv-lora-rank kv-ratio latent-norm "
     "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-dim "
     "rope-frequencies seed sinks streaming text-field to window",
     "slice": "allocate batch-size device dtype json kv-ratio max-shard-size out overwrite",
-    "heads": "config device dtype facts json learning-rate length method offload out overwrite "
-    "penalty recall recent samples seed seeds sinks steps target text text-field",
+    "heads": "config device dtype facts json learning-rate length method out overwrite "
+    "recent samples seed seeds sinks steps target text text-field",
     "heal": "batch-size config data device dry-run dtype json launcher learning-rate length max-time "
     "max-tokens measure no-measure out overwrite processes recipe seed teacher train wandb wandb-mode",
     "eval": "baseline batch-size batches config contexts data device domain dtype json length limit "

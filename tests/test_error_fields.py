@@ -113,7 +113,7 @@ def test_other_kinds(tmp_path):
     assert read(tmp_path, "bits: 4", QuantizedSettings).bits == 4
     assert read(tmp_path, "bits: auto", QuantizedSettings).bits == "auto"
     assert read(tmp_path, "rank:", LowRankSettings).rank is None
-    assert read(tmp_path, "offload: true", HeadSettings).offload is True
+    assert read(tmp_path, "overwrite: true", HealSettings).overwrite is True
     assert read(tmp_path, "data: [a, b]\nlearning_rate: 5e-4", HealSettings).learning_rate == 5e-4
 
 
@@ -128,7 +128,7 @@ def test_other_kinds(tmp_path):
         (ConvertSettings, "seed:", "seed must be a whole number, not empty"),
         (ConvertSettings, "method: {fisher: 1}", "method must be text, not a mapping"),
         (ConvertSettings, "bits: [4]", "bits must be text, not a list"),
-        (HeadSettings, "offload: 1", "offload must be true or false, not 1"),
+        (HealSettings, "overwrite: 1", "overwrite must be true or false, not 1"),
         (HealSettings, "batch_size: many", "batch_size must be a whole number, not 'many'"),
         (ConvertSettings, "- kv_ratio: 0.5", "must be a mapping, not a list; write lines of name: value"),
         (ConvertSettings, "kv_ratio 0.5", "must be a mapping, not 'kv_ratio 0.5'; write lines of name: value"),

@@ -5,7 +5,6 @@ import json
 import pytest
 import yaml
 from command_line import listing
-from processes import two_forks
 from tiny_models import HELD_OUT, make_checkpoint
 
 from surgery.common.errors import SurgeryError
@@ -31,7 +30,7 @@ def steps_of(recipe):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A recipe, run by two processes: its path and its work folder."""
+    """A recipe that ran: its path and its work folder."""
     folder = tmp_path_factory.mktemp("recipe")
     source = str(make_checkpoint(folder / "source", "llama"))
     recipe = write(
@@ -45,7 +44,7 @@ def finished(tmp_path_factory):
             }
         },
     )  # fmt: skip
-    two_forks("run", recipe, "--work", folder / "work")
+    run_recipe(recipe, folder / "work", Progress(silent=True))
     return recipe, folder / "work"
 
 
@@ -64,7 +63,7 @@ def test_later_steps_use_patterns_by_name(finished):
     assert report["target"]["pattern"]["sha256"] == patterns["trained"].sha256
     full = patterns["trained"].full_heads(0.5)
     assert [layer["full_heads"] for layer in report["layers"]] == [row.nonzero().flatten().tolist() for row in full]
-    assert not [name for name in listing(work) if "journal" in name or "partial" in name]
+    assert not [name for name in listing(work) if "partial" in name]
 
 
 def test_finished_steps_are_kept(finished):

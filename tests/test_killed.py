@@ -17,8 +17,6 @@ from conversions import results
 from processes import AT_ONCE, Fork
 from tiny_models import HELD_OUT
 
-from surgery.heads.pattern import HeadPattern
-
 pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("SURGERY_KILLS", "50"))
@@ -50,10 +48,6 @@ TEXT = ("--calibration-tokens", "256", "--calibration-length", "64", "--held-out
 LOSS = {"tasks": ["loss", "recall"], "length": 64, "windows": 4, "variants": "none"}
 
 
-def of_pattern(out):
-    return HeadPattern.load(out).scores.tolist()
-
-
 def of_evaluation(out):
     rows = json.loads((out / "report.json").read_text())["rows"]
     return [[row["name"], row["kv"], row["results"], row["comparison"]] for row in rows]
@@ -75,12 +69,10 @@ def of_recipe(out):
 
 
 CONVERT = ("convert", "{source}", "--to", "lowrank", "--kv-ratio", "0.5", *TEXT)
-HEADS = ("heads", "{source}", "--method", "prulong", "--sinks", "4", "--window", "16", "--length", "200")
 EVAL = ("eval", "{source}", "--tasks", "loss,recall", "--length", "64", "--windows", "4", "--variants", "none")
 PLAN = ("plan", "{source}", "--kv-ratio", "0.5", "--allow", "lowrank,quantized", "--recall", "0", "--context", "256")
 VERBS = {
     "convert": ("out", results, CONVERT),
-    "heads": ("out.safetensors", of_pattern, (*HEADS, "--steps", "20", "--text", str(HELD_OUT))),
     "heal": ("out", of_healing, ("heal", "{source}", "--teacher", "{source}", "--config", "{heal}", "--no-measure")),
     "eval": ("out", of_evaluation, EVAL),
     "plan": ("out.yaml", of_plan, (*PLAN, *TEXT)),

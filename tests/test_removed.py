@@ -11,7 +11,18 @@ from surgery.planning.settings import PlanSettings
 OBJECTIVES = ("reverse_kl", "jsd", "jsd_beta", "attention", "temperature")
 RULER = ("ruler_floor", "ruler_lengths", "ruler_samples", "ruler_tasks")
 PLAIN = {
-    "convert": ("fit_steps", "fit_iterations", "fit_queries", "fit_worth", "log_file", "push_to_hub", "group", "keys"),
+    "convert": (
+        "fit_steps",
+        "fit_iterations",
+        "fit_queries",
+        "fit_worth",
+        "log_file",
+        "held_out_text",
+        "activation_memory",
+        "push_to_hub",
+        "group",
+        "keys",
+    ),
     "convert --to mla": ("hadamard", "rope_bits"),
     "convert --to hybrid": ("streaming_bits", "granularity", "heads_multiple"),
     "eval": ("repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes", *RULER),
@@ -28,6 +39,7 @@ PLAIN = {
     "heal builtin": ("evaluate_data", "evaluate_limit", "tracker"),
     "plan": ("mixtures", "refine"),
     "inspect": ("gpu",),
+    "heads": ("offload", "penalty", "recall"),
     "bench kernels": ("tune", "tuned", "quick"),
 }
 """Options by the command that had them."""
@@ -65,6 +77,7 @@ LINES |= {
     "data teacher": ["heal", "builtin", "--data", "teacher"],
     "heads compare": ["heads", "compare", "a.safetensors", "--measure", "builtin"],
     "heads score": ["heads", "score", "builtin"],
+    "heads restart": ["heads", "builtin", "--restart"],
     "compare-heads": ["run", "{recipe}"],
     "calibration self": ["convert", "builtin", "--calibration", "self"],
     "run copy": ["recipes", "--copy", "testbed-mla"],

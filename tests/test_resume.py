@@ -194,21 +194,6 @@ def test_a_damaged_state_is_refused_until_restart(checkpoints, tmp_path, stops):
     convert_checkpoint(source, out, settings_of("gqa"), restart=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("states", range(1, 7))
-def test_goes_on_with_another_limit_of_activations(states, checkpoints, tmp_path, stops):
-    source, settings = checkpoints("llama"), settings_of("lowrank")
-    stops(None)
-    convert_checkpoint(source, tmp_path / "whole" / "small", settings)
-    out = tmp_path / "again" / "small"
-    stops(states)
-    with pytest.raises(Stopped):
-        convert_checkpoint(source, out, settings_of("lowrank", activation_memory=None if states % 2 else "1KB"))
-    original = stops(None)
-    convert_checkpoint(source, out, settings_of("lowrank", activation_memory="1KB" if states % 2 else None))
-    assert len(original) == 6 - states and results(out) == results(tmp_path / "whole" / "small")
-
-
 def test_a_resumed_run_that_fails_keeps_what_is_there(checkpoints, tmp_path, stops, monkeypatch):
     """No space on the disk, after SIGKILL (found by an attack, in no public thread)."""
     source, out, usage = checkpoints("llama"), tmp_path / "small", shutil.disk_usage

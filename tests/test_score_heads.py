@@ -1,20 +1,18 @@
-"""`surgery heads`: the pattern that it writes, what it resumes from, what it refuses, and how it answers."""
+"""`surgery heads`: the pattern that it writes, what it refuses, and how it answers."""
 
 import json
-import re
 import shutil
-from functools import partial
 
 import pytest
 import torch
-from command_line import listing, run_main, two_processes
+from command_line import listing, run_main
 from config_files import edit_config
 from safetensors import safe_open
-from tiny_models import DEMO, HELD_OUT, make_checkpoint
+from tiny_models import DEMO, HELD_OUT
 
 from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
-from surgery.heads import gate_training, prulong
+from surgery.heads import scoring
 from surgery.heads.pattern import HeadPattern
 from surgery.heads.scoring import default_pattern, score_heads, sequence_length
 from surgery.heads.settings import HeadSettings
@@ -28,8 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_core")
 QUICK = {"method": "prulong", "steps": 8, "sinks": 4, "recent": 16, "length": 100, "facts": 1, "samples": 1}
 QUICK |= {"text": str(HELD_OUT), "device": "cpu"}
 FLAGS = [part for name, value in QUICK.items() for part in (f"--{name}", str(value))]
-PASSES = QUICK["steps"]
-"""Sequences on which gates of the tiny model are trained a seed."""
 
 
 @pytest.fixture
@@ -43,27 +39,6 @@ def quick(**changes):
 
 def scored(source, out, **changes):
     return score_heads(source, out, quick(**changes)).pattern
-
-
-@pytest.fixture
-def stopping(monkeypatch):
-    """Let a training end with Ctrl-C at its nth sequence; without one only count them."""
-    measured = prulong.mean_loss
-    monkeypatch.setattr(gate_training, "KEPT_EVERY", 1)
-
-    def start(last=None):
-        calls = []
-
-        def counted(*arguments):
-            calls.append(1)
-            if len(calls) == last:
-                raise KeyboardInterrupt
-            return measured(*arguments)
-
-        monkeypatch.setattr(prulong, "mean_loss", counted)
-        return calls
-
-    return start
 
 
 def test_the_pattern_says_where_it_came_from(source, tmp_path):
@@ -152,8 +127,8 @@ def test_what_is_there_is_not_overwritten_unasked(source, tmp_path):
     assert HeadPattern.load(pattern).method == "induction"
 
 
-def test_outputs_that_cannot_be_written_are_refused_before_scoring(source, tmp_path, stopping):
-    calls = stopping()
+def test_outputs_that_cannot_be_written_are_refused_before_scoring(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "load_model", lambda *_: pytest.fail("loaded"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder.safetensors").mkdir()
     for name, message in (
@@ -164,69 +139,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_scoring(source, tmp_p
     ):
         with pytest.raises(SurgeryError, match=message):
             score_heads(source, tmp_path / name, quick(), overwrite=True)
-    assert not calls
     assert listing(tmp_path) == ["file", "folder.safetensors"]
-
-
-def test_an_interrupted_scoring_goes_on(source, tmp_path, stopping):
-    out = tmp_path / "a.safetensors"
-    whole = scored(source, tmp_path / "whole.safetensors", seeds=2)
-    stopping(PASSES + 5)  # in the second seed, four steps of which are in its journal
-    with pytest.raises(KeyboardInterrupt):
-        scored(source, out, seeds=2)
-    assert not out.exists() and not out.with_suffix(".png").exists()
-    entries = {f".a.safetensors.seed{seed}.journal" for seed in (0, 1)}
-    assert entries <= set(listing(tmp_path))
-    calls = stopping()
-    resumed = scored(source, out, seeds=2)
-    assert len(calls) == PASSES - 4
-    assert torch.equal(resumed.scores, whole.scores) and torch.equal(resumed.spread, whole.spread)
-    assert resumed.data_sha256 == whole.data_sha256
-    assert not entries & set(listing(tmp_path))
-
-
-def test_the_seconds_before_an_interruption_count(source, tmp_path, stopping, monkeypatch):
-    from surgery.heads import journal as module
-
-    class Clock:
-        now = 0.0
-
-        @classmethod
-        def perf_counter(cls):
-            cls.now += 100
-            return cls.now
-
-    monkeypatch.setattr(module, "time", Clock)
-    stopping(PASSES)
-    with pytest.raises(KeyboardInterrupt):
-        scored(source, tmp_path / "a.safetensors")
-    stopping()
-    # 100 s from the start to each entry but the last, and 100 s from the second start to that and to the end.
-    assert scored(source, tmp_path / "a.safetensors").seconds == 100 * (PASSES + 1)
-
-
-def test_a_journal_of_another_text_is_not_used(source, tmp_path, stopping):
-    text = tmp_path / "text.txt"
-    text.write_text(HELD_OUT.read_text())
-    stopping(7)
-    with pytest.raises(KeyboardInterrupt):
-        scored(source, tmp_path / "a.safetensors", text=str(text))
-    text.write_text(HELD_OUT.read_text()[40_000:])
-    calls = stopping()
-    with pytest.raises(SurgeryError, match="unfinished work with another model, data or settings"):
-        scored(source, tmp_path / "a.safetensors", text=str(text))
-    again = score_heads(source, tmp_path / "a.safetensors", quick(text=str(text)), restart=True).pattern
-    assert len(calls) == PASSES
-    assert torch.equal(again.scores, scored(source, tmp_path / "b.safetensors", text=str(text)).scores)
-
-
-@pytest.mark.parametrize(
-    "method", ["kvzip", "duo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("induction", "prulong"))]
-)
-def test_offloaded_layers_give_the_same_scores(source, tmp_path, method):
-    request = partial(scored, source, method=method, steps=2)
-    plain, offloaded = request(tmp_path / "a.safetensors"), request(tmp_path / "b.safetensors", offload=True)
-    assert torch.equal(plain.scores, offloaded.scores)
 
 
 def test_the_demo_model_copies_its_needles(tmp_path):
@@ -334,17 +247,3 @@ def test_errors_are_one_line(flags, message, source, tmp_path, monkeypatch, caps
     assert code == 1 and printed == "" and listing(tmp_path) == before
     (line,) = (line for line in err.splitlines() if "surgery: error: " in line)
     assert message in line and "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_scores_of_one(tmp_path):
-    """A method without training: steps of a training have a sequence for each process."""
-    source = make_checkpoint(tmp_path / "source", "llama")
-    out, shared = tmp_path / "two.safetensors", ("--method", "induction", "--samples", 3)
-    result = two_processes("heads", source, *FLAGS, *shared, "--seeds", 2, "--json", "--out", out)
-    report = json.loads(result.stdout)  # once, not once a process
-    one = scored(source, tmp_path / "one.safetensors", method="induction", samples=3, seeds=2)
-    two = HeadPattern.load(out)
-    assert torch.equal(one.scores, two.scores) and torch.equal(one.spread, two.spread)
-    assert report["sha256"] == one.sha256 and one.data_sha256 == two.data_sha256
-    assert not re.search(r"journal|partial", " ".join(listing(tmp_path)))

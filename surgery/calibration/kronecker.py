@@ -17,9 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgery.running.activations import give_back
 from surgery.running.moment_precision import MomentPrecision
-from surgery.running.processes import ALONE, Processes
 
 SWEEPS = 2
 """Number of alternations; more change the loss of conversions of SmolLM2-135M by less than its error."""
@@ -28,7 +26,7 @@ DAMPING = 1e-2
 
 
 Held = Sequence[Sequence[Tensor]]
-"""Batches of token rows [B, n] for each part of the tokens; parts of other processes are empty."""
+"""Batches of token rows [B, n] for each part of the tokens."""
 
 
 @dataclass
@@ -48,7 +46,6 @@ def kronecker_factors(
     *,
     sweeps: int = SWEEPS,
     device: str | torch.device = "cpu",
-    processes: Processes = ALONE,
 ) -> KroneckerFactors | None:
     """Fit the two factors.
 
@@ -58,42 +55,33 @@ def kronecker_factors(
         gradient: E[g gᵀ] in float64, if known.
         sweeps: number of alternations.
         device: device for products of batches, see :mod:`surgery.running.moment_precision`.
-        processes: processes that share the parts.
 
     Returns:
         The factors on the CPU; None if all gradients or all rows are zero.
     """
-    options = {"device": device, "processes": processes}
     if gradient is None:
-        gradient = weighted_moment(gradients, **options)
-    nonzero = processes.map(lambda part: any(bool(batch.any()) for batch in rows[part]), range(len(rows)))
-    if not gradient.trace() > 0 or not any(nonzero):
+        gradient = weighted_moment(gradients, device=device)
+    if not gradient.trace() > 0 or not any(bool(batch.any()) for part in rows for batch in part):
         return None
     for _ in range(sweeps):
-        weights = _unusual(gradients, gradient, **options)
-        moment = weighted_moment(rows, weights, **options)
-        gradient_weights = _unusual(rows, moment, **options)
-        gradient = weighted_moment(gradients, gradient_weights, **options)
+        weights = _unusual(gradients, gradient, device)
+        moment = weighted_moment(rows, weights, device=device)
+        gradient_weights = _unusual(rows, moment, device)
+        gradient = weighted_moment(gradients, gradient_weights, device=device)
     mean = torch.cat(weights).mean()
     moment, gradient = (moment / mean).cpu(), (gradient * mean).cpu()
     return KroneckerFactors(moment, gradient, [w / mean for w in weights], [w * mean for w in gradient_weights])
 
 
 def weighted_moment(
-    rows: Held,
-    weights: Sequence[Tensor] | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    processes: Processes = ALONE,
+    rows: Held, weights: Sequence[Tensor] | None = None, *, device: str | torch.device = "cpu"
 ) -> Tensor:
     """Compute ``Σ w x xᵀ / N`` over N rows in float64; weights by parts, None for unit weights."""
     precision = _precision(rows, device)
-    return _mean(lambda batch, weight: precision.gram(batch.to(device), weight), rows, weights, processes)
+    return _mean(lambda batch, weight: precision.gram(batch.to(device), weight), rows, weights)
 
 
-def weighted_mean(
-    rows: Held, weights: Sequence[Tensor], *, device: str | torch.device = "cpu", processes: Processes = ALONE
-) -> Tensor:
+def weighted_mean(rows: Held, weights: Sequence[Tensor], *, device: str | torch.device = "cpu") -> Tensor:
     """Compute ``Σ w x / N`` over N rows, float64 on the CPU."""
     precision = _precision(rows, device)
 
@@ -101,7 +89,7 @@ def weighted_mean(
         x = batch.to(precision.sums).double()
         return weight.to(x) @ x
 
-    return _mean(product, rows, weights, processes).cpu()
+    return _mean(product, rows, weights).cpu()
 
 
 def _precision(rows: Held, device: str | torch.device) -> MomentPrecision:
@@ -109,45 +97,32 @@ def _precision(rows: Held, device: str | torch.device) -> MomentPrecision:
     return MomentPrecision.of(device, 4 * 8 * width**2)  # two sums, a root and its inverse
 
 
-def _mean(
-    of_batch: Callable[[Tensor, Tensor | None], Tensor],
-    rows: Held,
-    weights: Sequence[Tensor] | None,
-    processes: Processes,
-) -> Tensor:
-    """Sum a function of batches over all parts and divide by the number of rows."""
-
-    def of_part(part: int) -> tuple[Tensor | float, int]:
-        total, start = 0.0, 0
-        for batch in rows[part]:
-            weight = None if weights is None else weights[part][start : start + len(batch)]
-            total += of_batch(batch, weight)
-            start += len(batch)
-            give_back(batch)
-        return processes.sendable(total), start
-
+def _mean(of_batch: Callable[[Tensor, Tensor | None], Tensor], rows: Held, weights: Sequence[Tensor] | None) -> Tensor:
+    """Sum a function of batches, first over each part, and divide by the number of rows."""
     total, count = 0.0, 0
-    for summed, tokens in processes.in_turn(of_part, range(len(rows))):
-        total += summed
-        count += tokens
+    for part, batches in enumerate(rows):
+        part_total, start = 0.0, 0
+        for batch in batches:
+            weight = None if weights is None else weights[part][start : start + len(batch)]
+            part_total += of_batch(batch, weight)
+            start += len(batch)
+        total += part_total
+        count += start
     return total / count
 
 
-def _unusual(rows: Held, moment: Tensor, *, device: str | torch.device, processes: Processes) -> list[Tensor]:
+def _unusual(rows: Held, moment: Tensor, device: str | torch.device) -> list[Tensor]:
     """Compute ``xᵀ M⁻¹ x / n`` of each row, float64, by parts; one on average if M is the rows' moment."""
     size, precision = len(moment), _precision(rows, device)
     moment = moment.to(precision.solver)
     damped = moment + DAMPING * moment.trace() / size * torch.eye(size, dtype=moment.dtype, device=moment.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-
-    def of_part(part: int) -> Tensor:
-        nonlocal inverse
+    by_part = []
+    for batches in rows:
         unusual_rows = []
-        for batch in rows[part]:
+        for batch in batches:
             x = precision.widened(batch.to(device))
             inverse = inverse.to(x)
             unusual_rows.append(precision.kept(((x @ inverse) * x).sum(-1)))
-            give_back(batch)
-        return torch.cat(unusual_rows).cpu() / size
-
-    return processes.map(of_part, range(len(rows)))
+        by_part.append(torch.cat(unusual_rows).cpu() / size)
+    return by_part

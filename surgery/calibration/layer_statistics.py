@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from surgery.calibration.library import StatisticsLibrary, prior_lags, weight_statistics
-from surgery.calibration.parts import Parts
 from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import ConversionSettings
-from surgery.calibration.statistics import LagStatistics, LayerStatistics, lag_statistics, pair_norm
-from surgery.calibration.sweep import BoundaryStore, SweptLayer, backward_sweep, forward_sweep
+from surgery.calibration.statistics import LayerStatistics, lag_statistics, pair_norm
+from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
 from surgery.checkpoint.disk import disk_errors
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.families.latent_anatomy import LatentAnatomy
-from surgery.running.processes import ALONE, Processes
 from surgery.running.source import Source
 from surgery.version import __version__
 
@@ -46,7 +44,7 @@ class Calibrated(Protocol):
 
     Attributes:
         texts: with calibration tokens [N, T], or None for statistics from weights alone.
-        store: receives the inputs of each layer in the forward sweep, in one folder for all processes.
+        store: receives the inputs of each layer in the forward sweep.
         snapshots: state to resume from after an interruption; library and store then hold the finished work.
     """
 
@@ -57,7 +55,6 @@ class Calibrated(Protocol):
     store: BoundaryStore
     progress: Progress
     snapshots: Snapshots
-    processes: Processes
 
 
 def gather(
@@ -69,18 +66,17 @@ def gather(
     tokens per sequence to exclude from moments, since caches keep them in full precision.
     """
     opened, settings, tokens, library = work.opened, work.settings, work.texts.calibration, work.library
-    store, progress, snapshots, processes = work.store, work.progress, work.snapshots, work.processes
+    store, progress, snapshots = work.store, work.progress, work.snapshots
     if tokens is None:
-        if processes.is_main:
-            _from_weights(opened, library, progress, basis_of, first_tokens)
+        _from_weights(opened, library, progress, basis_of, first_tokens)
         return
     stream, caches = opened.stream, []
 
-    def forward(snapshots: Snapshots | None = None, processes: Processes = ALONE) -> Tensor:
+    def forward(snapshots: Snapshots | None = None) -> Tensor:
         with progress.phase("calibrate: forward", stream.num_layers) as advance:
-            return forward_sweep(stream, tokens, store, settings.batch_size, advance, snapshots, processes)
+            return forward_sweep(stream, tokens, store, settings.batch_size, advance, snapshots)
 
-    if state := processes.from_main(lambda: snapshots.last("statistics")):
+    if state := snapshots.last("statistics"):
         store.filled = state["boundaries"]
         if not store.filled:
             store.fill_on_load(forward)
@@ -91,40 +87,31 @@ def gather(
             lags_of = basis_of if first == first_tokens[0] else None
             facts = _facts(opened, tokens, settings, gradients, lags_of, first)
             caches.append(KeptStatistics(settings.keep_statistics, facts))
-        if processes.from_main(lambda: all(each.read_into(library) for each in caches)):
+        if all(each.read_into(library) for each in caches):
             progress.note(f"statistics: loaded from {settings.keep_statistics}")
             store.fill_on_load(forward)
             return
-    final = None if snapshots.has_state("backward") else forward(snapshots, processes)
+    final = None if snapshots.has_state("backward") else forward(snapshots)
     with progress.phase("calibrate: backward", stream.num_layers) as advance:
-        parts = Parts(len(tokens), settings.batch_size, processes)
-        seed = settings.seed
-        how = {"gradients": gradients, "seed": seed, "snapshots": snapshots, "first_tokens": first_tokens}
-        layers = backward_sweep(opened, store, final, parts, **how)
+        how = {"gradients": gradients, "seed": settings.seed, "snapshots": snapshots, "first_tokens": first_tokens}
         reached = stream.num_layers
-        for layer in layers:
+        for layer in backward_sweep(opened, store, final, settings.batch_size, **how):
             lags = None
             if basis_of is not None:
                 # Evenly spread, to include text with and without planted recalls.
                 indices = torch.linspace(0, len(tokens) - 1, min(LAG_SEQUENCES, len(tokens))).long().tolist()
-                basis = processes.from_main(lambda layer=layer: basis_of(layer.anatomy, layer.statistics[0]))
-                lags = lag_statistics(layer.anatomy, basis, parts.gather(layer.inputs, indices), processes)
-            processes.from_main(lambda layer=layer, lags=lags: _save(library, layer, lags, first_tokens))
+                basis = basis_of(layer.anatomy, layer.statistics[0])
+                lags = lag_statistics(layer.anatomy, basis, layer.inputs[indices])
+            for first, statistics in zip(first_tokens, layer.statistics, strict=True):
+                library.save(layer.index, statistics, lags, first)
+                lags = None
             advance(reached - layer.index)
             reached = layer.index
             del layer  # free it before the next one is loaded
         advance(reached)
     for each in caches:
-        processes.from_main(lambda each=each: each.keep(library))
-    parts.take(snapshots, "statistics", lambda: {"boundaries": store.filled})
-
-
-def _save(
-    library: StatisticsLibrary, layer: SweptLayer, lags: LagStatistics | None, first_tokens: Sequence[int]
-) -> None:
-    for first, statistics in zip(first_tokens, layer.statistics, strict=True):
-        library.save(layer.index, statistics, lags, first)
-        lags = None
+        each.keep(library)
+    snapshots.take("statistics", lambda: {"boundaries": store.filled})
 
 
 def _facts(

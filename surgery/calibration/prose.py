@@ -1,7 +1,7 @@
 """Calibration prose that ships with Python, and extraction of prose from markup.
 
 It is the language reference of `help()` and the standard library's docstrings, of which models have memorized much. So
-the share of memorized tokens is reported, and losses are measured on other text (`surgery.calibration.installed`).
+losses are measured on other text (`surgery.calibration.installed`).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import LongTensor, Tensor
@@ -24,9 +25,8 @@ from surgery.eval.sequences import tokenize
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKEN_CACHES: dict[str, dict[str, list[int]]] = {}
-"""Cache of token ids by text, for the last tokenizer, by a hash of its rules: a conversion tokenizes its text twice,
-with and without planted recalls, and a process may run several conversions of a source."""
+_TOKEN_CACHES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, list[int]]] = WeakKeyDictionary()
+"""Token ids by text of each tokenizer: a conversion tokenizes its text twice, with and without planted recalls."""
 
 SPREAD = 16
 """Tokens of text to read per token of a window. More makes the windows more diverse, and takes longer."""
@@ -168,22 +168,11 @@ def pool_size(count: int, length: int) -> int:
 def tokenized(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[list[int]]:
     """Yield documents as token ids followed by eos; known documents come from a cache."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    token_cache = _token_cache(tokenizer)
+    token_cache = _TOKEN_CACHES.setdefault(tokenizer, {})
     for text in documents:
         if text not in token_cache:
             token_cache[text] = tokenize(tokenizer, text)
         yield token_cache[text] + end
-
-
-def _token_cache(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return the entry of `_TOKEN_CACHES` for a tokenizer; empty for slow tokenizers, whose rules are unknown."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return {}
-    rules = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    if rules not in _TOKEN_CACHES:
-        _TOKEN_CACHES.clear()
-    return _TOKEN_CACHES.setdefault(rules, {})
 
 
 def fill(calibration: Pool, other: Pool, documents: Iterator[list[int]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from surgery.checkpoint.disk import parse_size
 from surgery.common.errors import SurgeryError
@@ -49,13 +49,6 @@ class ConversionSettings(FileSettings):
         least=1,
         advanced=True,
     )
-    held_out_text: str | None = setting(
-        None,
-        "Text of the held-out sequences.",
-        unset="other documents of the calibration text",
-        metavar="FILE|DATASET",
-        advanced=True,
-    )
     seed: int = setting(0, "Seed of every random choice.", advanced=True)
     device: str = setting(
         "auto", "Where layers run: cpu, cuda, cuda:1 …; auto is cuda if available.", section="Machine", metavar="NAME"
@@ -67,14 +60,6 @@ class ConversionSettings(FileSettings):
         advanced=True,
     )
     batch_size: int = setting(4, "Sequences per batch.", least=1, advanced=True)
-    activation_memory: str | None = setting(
-        None,
-        "Memory limit for calibration activations, such as 4GiB; the rest is kept on disk.",
-        more="Results are bitwise identical.",
-        unset="all",
-        metavar="SIZE",
-        advanced=True,
-    )
     weights_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
         None,
         "Dtype of the written weights; the source is cast to it on reading.",
@@ -103,19 +88,8 @@ class ConversionSettings(FileSettings):
         """Return the suffix of the output's default name."""
         return target
 
-    def deciding(self) -> dict[str, Any]:
-        """Return the settings that determine the result, as plain values, with ``activation_memory`` as None."""
-        return {**self.to_dict(), "activation_memory": None}
-
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_size(self.max_shard_size, "max_shard_size")
-        if self.activation_memory is not None:
-            parse_size(self.activation_memory, "activation_memory")
         if notice := removal(f"calibration {self.calibration}"):
             raise SurgeryError(f"calibration {self.calibration} {notice}", setting="calibration")
-        if self.held_out_text in ("builtin", NO_CALIBRATION, self.calibration):
-            raise SurgeryError(
-                f"held_out_text {self.held_out_text}: use a text other than the calibration text",
-                setting="held_out_text",
-            )

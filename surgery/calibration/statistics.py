@@ -7,7 +7,6 @@ Plain moments are averages over tokens. The loss increase of an error follows fr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,7 +19,6 @@ from surgery.families.attention import attention_weights
 from surgery.families.latent_anatomy import LatentAnatomy
 from surgery.families.rope import complex_dtype, phases, to_complex
 from surgery.running.moment_precision import MomentPrecision
-from surgery.running.processes import ALONE, Processes
 
 CAUSAL_BLOCKS = 4
 """Blocks of queries per causal product, each with the keys up to its last query; more blocks save little."""
@@ -89,10 +87,7 @@ class MomentAccumulator:
     With gradients, keys, values and gradients of all tokens stay on the CPU until :meth:`result`.
 
     Args:
-        hold: stores a batch of keys, values or gradients.
-        parts: number of parts of the tokens, each summed separately.
         first: number of first tokens per sequence to exclude, which a cache keeps in full precision.
-        processes: processes that share the parts, as in :class:`surgery.calibration.parts.Parts`.
     """
 
     def __init__(
@@ -100,27 +95,26 @@ class MomentAccumulator:
         anatomy: AttentionAnatomy | LatentAnatomy,
         *,
         gradients: bool,
-        hold: Callable[[Tensor], Tensor] = Tensor.cpu,
-        parts: int = 1,
-        processes: Processes = ALONE,
         first: int = 0,
     ):
         self._first = first
-        self._gradients, self._hold, self._processes = gradients, hold, processes
+        self._gradients = gradients
         self._key_norm, self._device = anatomy.k_norm, anatomy.o.device
         self._precision = MomentPrecision.of(
             self._device, sums_bytes(_width(anatomy), gradients=gradients, key_norm=anatomy.k_norm is not None)
         )
-        self._sums: list[dict[str, Any]] = [{} for _ in range(parts)]
-        names = ("rows", "gradients", "raw_gradients")
-        self._held: dict[str, list[list[Tensor]]] = {name: [[] for _ in range(parts)] for name in names}
+        self._held: dict[str, list[list[Tensor]]] = {name: [] for name in ("rows", "gradients", "raw_gradients")}
+        self._sums: dict[str, Any] = {}
         self._total: dict[str, Any] = {}
 
-    def add(self, projection: Projection, inputs: Tensor | None = None, part: int = 0) -> None:
-        """Add a batch of a part, with inputs [B, T, D] or None; gradients are in ``.grad`` of its keys and values."""
+    def add(self, projection: Projection, inputs: Tensor | None = None) -> None:
+        """Add a batch, with inputs [B, T, D] or None; gradients are in ``.grad`` of its keys and values."""
+        if not self._sums:  # the first batch of a part
+            for parts in self._held.values():
+                parts.append([])
         body = slice(self._first, None)
         q, k, v = (each.detach()[:, body] for each in (projection.q, projection.k, projection.v))
-        sums, rows, precision = self._sums[part], _rows(k, v), self._precision
+        sums, rows, precision = self._sums, _rows(k, v), self._precision
         key_gain = None if projection.key_gain is None else projection.key_gain.detach()[:, body]
         gain = 1 if key_gain is None else key_gain[..., None]
         _add(sums, "tokens", k.shape[0] * k.shape[1])
@@ -138,54 +132,37 @@ class MomentAccumulator:
                 moments["raw_gradients"] = _rows(raw, v_grad)
                 _add(sums, "raw_gradient", precision.gram(moments["raw_gradients"]))
             for name, batch in moments.items():
-                self._held[name][part].append(self._hold(batch))
+                self._held[name][-1].append(batch.cpu())
         if inputs is not None:
             x = inputs.detach()[:, body].flatten(0, 1)
             _add(sums, "input_scale", precision.total(x.abs()))
             _add(sums, "input_energy", precision.total(x.square()))
 
-    def collect(self, add: Callable[[int], None], *others: MomentAccumulator) -> None:
-        """Call ``add`` with the index of each part, on the process that has the part, and sum over all parts.
-
-        Args:
-            others: accumulators with the same parts, to which ``add`` adds as well.
-        """
-        accumulators = (self, *others)
-
-        def sums(part: int) -> list[dict[str, Any]]:
-            add(part)
-            return [each._part_sums(part) for each in accumulators]
-
-        for partials in self._processes.in_turn(sums, range(len(self._sums))):
-            for each, partial in zip(accumulators, partials, strict=True):
-                for name, value in partial.items():
-                    _add(each._total, name, value)
-
-    def _part_sums(self, part: int) -> dict[str, Any]:
-        """Remove and return the sums of a part."""
-        partial, self._sums[part] = self._sums[part], {}
-        return {name: self._processes.sendable(value) for name, value in partial.items()}
+    def end_part(self) -> None:
+        """Add the sums of the batches since the last call to the totals."""
+        for name, value in self._sums.items():
+            _add(self._total, name, value)
+        self._sums = {}
 
     def result(self) -> LayerStatistics:
-        """Compute the means over all tokens of all processes."""
-        if not self._total:
-            self.collect(lambda part: None)
+        """Compute the means over all tokens."""
+        self.end_part()
         total, count = self._total, self._total.pop("tokens")
         means = {"gradient": None} | {name: summed / count for name, summed in total.items()}
-        sums, how = self._held, {"device": self._device, "processes": self._processes}
         factors = None
         if self._gradients:
-            factors = kronecker_factors(sums["rows"], sums["gradients"], means["gradient"], **how)
+            factors = kronecker_factors(
+                self._held["rows"], self._held["gradients"], means["gradient"], device=self._device
+            )
         weighted = self._weighted(factors) if factors else {}
         means = {name: mean if mean is None else mean.cpu() for name, mean in means.items()}
         return LayerStatistics(tokens=count, **means, **weighted)
 
     def _weighted(self, factors: KroneckerFactors) -> dict[str, Tensor]:
-        sums, processes, raw_metric = self._held, self._processes, None
-        mean = weighted_mean(sums["rows"], factors.token_weights, device=self._device, processes=processes)
+        raw_metric = None
+        mean = weighted_mean(self._held["rows"], factors.token_weights, device=self._device)
         if self._key_norm is not None:
-            raw = sums["raw_gradients"]
-            raw_metric = weighted_moment(raw, factors.gradient_weights, device=self._device, processes=processes)
+            raw_metric = weighted_moment(self._held["raw_gradients"], factors.gradient_weights, device=self._device)
         return {
             "weighted_moment": factors.moment,
             "weighted_mean": mean,
@@ -253,8 +230,8 @@ class LagStatistics:
         return (self.energy * (1 - self.constant().abs().square()).clamp_min(0)).sum(-1)
 
 
-def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: Processes = ALONE) -> LagStatistics:
-    """Accumulate :class:`LagStatistics` over attention inputs [N, T, D], which are equal on all processes.
+def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor) -> LagStatistics:
+    """Accumulate :class:`LagStatistics` over attention inputs [N, T, D].
 
     One sequence at a time, because attention weights are [H, T, T].
     """
@@ -288,7 +265,7 @@ def lag_statistics(anatomy: AttentionAnatomy, basis, inputs: Tensor, processes: 
         return tuple(torch.cat(parts).view(anatomy.heads, -1).T.contiguous().cpu() for parts in (turned, energy))
 
     turned, energy = 0, 0
-    for one, other in processes.map(of_sequence, inputs):
+    for one, other in map(of_sequence, inputs):
         turned, energy = turned + one, energy + other
     return LagStatistics(turned, energy)
 

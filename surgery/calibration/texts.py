@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,7 @@ from surgery.calibration.held_out import HeldOut
 from surgery.calibration.sequences import token_hash
 from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.common.errors import SurgeryError
-from surgery.common.human import perplexity, perplexity_text, with_perplexity
 from surgery.common.progress import Progress
-from surgery.eval.tasks.loss import MEMORIZED
-from surgery.running.layer_stream import LayerStream, blocks_of
 from surgery.running.models import tokenizer_of
 
 if TYPE_CHECKING:
@@ -60,10 +57,10 @@ def load_texts(
     planted: bool = True,
     held_out_length: int | None = None,
 ) -> Texts:
-    """Tokenize the texts of the settings and measure the source's loss on them.
+    """Tokenize the texts of the settings.
 
     Args:
-        run_source: if False, nothing is measured, and prose replaces the source's conversations.
+        run_source: if False, prose replaces the source's conversations, which it would have to write.
         planted: whether held-out text has planted facts, as calibration text does. Evaluations measure the loss without
             them, and recall prompts measure recall of facts.
         held_out_length: truncates held-out sequences to this many tokens; None for the length of calibration.
@@ -78,8 +75,6 @@ def load_texts(
 
     tokenizer = tokenizer_of(opened.reader, remedy=NO_TOKENIZER)
     build = _builder(opened, tokenizer, settings, progress, run_source)
-    if settings.held_out_text is not None:
-        build = _with_held_out(build, tokenizer, settings)
     built = build(settings.recall)
     # Recall prompts have their own facts: the text around them must have no others.
     plain = built if settings.recall == 0 else build(0.0)
@@ -108,7 +103,9 @@ def load_texts(
     # The source's path: the tokenizer of a GGUF file is in a temporary folder.
     description = {**built.description, "tokenizer": str(opened.reader.source), "recall_prompts": note}
     if run_source:
-        description["fit"] = _measure(opened, tokenizer, built, settings, progress)
+        parts = built.description.get("parts", {})
+        shares = ", ".join(f"{part['share']:.0%} {name}" for name, part in parts.items()) or settings.calibration
+        progress.note(f"calibration: {built.tokens.numel():,} tokens: {shares}")
     return Texts(built.tokens, held_out, description)
 
 
@@ -131,41 +128,6 @@ def _builder(
         shares = without_chat(shares)
     conversations = _conversation_sampler(opened, tokenizer, settings, progress)
     return lambda recall: build_mixture(tokenizer, shares, conversations, replace(request, recall=recall))
-
-
-def _with_held_out(
-    build: Callable[[float], CalibrationSet], tokenizer, settings: ConversionSettings
-) -> Callable[[float], CalibrationSet]:
-    """Replace a builder's held-out sequences by those of the user's text."""
-    from surgery.calibration.sequences import CalibrationSet, SequenceRequest, build_calibration, token_hash
-
-    def replaced(recall: float) -> CalibrationSet:
-        built = build(recall)
-        length = built.tokens.shape[1]
-        request = SequenceRequest(settings.held_out * length, length, recall, settings.seed, 0, settings.text_field)
-        tokens = build_calibration(tokenizer, settings.held_out_text, request).tokens
-        order = built.description.get("order")
-        description = {"held_out_source": settings.held_out_text, "held_out_sha256": token_hash(tokens)}
-        if order:
-            description["order"] = {**order, "held_out": ["text"] * len(tokens)}
-        return CalibrationSet(built.tokens, tokens, {**built.description, **description})
-
-    return replaced
-
-
-def _measure(opened, tokenizer, built: CalibrationSet, settings: ConversionSettings, progress: Progress) -> dict:
-    """Measure the text's fit, and report it and its misfits as progress notes."""
-    order = built.description.get("order", {"calibration": None, "held_out": None})
-    texts = {"calibration": built.tokens, "held_out": built.held_out}
-    fit = measure_fit(opened.stream, texts, order, settings.batch_size, progress)
-    parts = built.description.get("parts")
-    shares = ", ".join(f"{part['share']:.0%} {name}" for name, part in (parts or {}).items()) or settings.calibration
-    losses = ", ".join(f"{with_perplexity(entry['loss'])} on {kind}" for kind, entry in fit["calibration"].items())
-    progress.note(f"calibration: {built.tokens.numel():,} tokens: {shares}; source's loss (perplexity) {losses}")
-    chats = bool(getattr(tokenizer, "chat_template", None)) and "chat" not in (parts or {"chat": None})
-    for line in misfits(fit["calibration"], chats=chats):
-        progress.note(f"warning: {line}")
-    return fit
 
 
 def _load_whole_model(opened):
@@ -201,79 +163,3 @@ def _conversation_sampler(opened, tokenizer, settings: ConversionSettings, progr
             return sample_conversations(model(), tokenizer, tokens, prompts, settings.seed, advance)
 
     return conversations
-
-
-FIT_SEQUENCES = 4
-"""Number of first sequences of each use whose loss is measured, to detect a misfit."""
-FIT_TOKENS = 256
-"""Number of first tokens of each."""
-FAR_OFF, BY_HEART = 5.0, 0.3
-"""Mean losses above which the source was not trained on such text, and below which it has memorized it."""
-
-
-@torch.no_grad()
-def measure_fit(
-    stream: LayerStream,
-    texts: Mapping[str, Tensor],
-    order: Mapping[str, Sequence[str] | None],
-    batch_size: int,
-    progress: Progress,
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Measure the source's loss on the start of the first sequences of each text, by kind of text.
-
-    Args:
-        texts: sequences [N, T] by use.
-        order: kind of each sequence by use; None if all are of one kind, "text".
-
-    Returns:
-        By use and kind: "loss" (nats per token), "memorised" (share of tokens with a loss below `MEMORIZED`), "tokens"
-        (number of predicted tokens).
-    """
-    texts = {use: tokens[:FIT_SEQUENCES, :FIT_TOKENS] for use, tokens in texts.items()}
-    hidden = {use: stream.embed(tokens) for use, tokens in texts.items()}
-    with progress.phase("source's loss on the text", stream.num_layers) as advance:
-        for start, stop in blocks_of(stream.config):
-            with stream.block(start, stop) as layers:
-                for each in hidden.values():
-                    stream.run_layer(layers, each, batch_size)
-            advance(stop - start)
-    return {
-        use: _by_kind(stream.token_losses(hidden[use], tokens).view(len(tokens), -1).cpu(), order[use])
-        for use, tokens in texts.items()
-    }
-
-
-def _by_kind(losses: Tensor, order: Sequence[str] | None) -> dict[str, dict[str, float]]:
-    """Group the losses [N, T - 1] of sequences by kind of text."""
-    kinds = list(order or ["text"] * len(losses))[: len(losses)]
-    fit = {}
-    for kind in dict.fromkeys(kinds):
-        own = losses[[index for index, other in enumerate(kinds) if other == kind]]
-        memorized = (own < MEMORIZED).double().mean()
-        fit[kind] = {"loss": float(own.mean()), "memorised": float(memorized), "tokens": own.numel()}
-    return fit
-
-
-def misfits(fit: dict[str, dict[str, float]], *, chats: bool) -> list[str]:
-    """Return warnings about a calibration text, one line each.
-
-    Args:
-        chats: whether the source has a chat template but the text has no conversations.
-    """
-    lines = []
-    for kind, measured in fit.items():
-        loss = f"{measured['loss']:.2f} nats per token (perplexity {perplexity_text(perplexity(measured['loss']))})"
-        loss_text = f"the source's loss on the {kind} is {loss}"
-        if measured["loss"] > FAR_OFF:
-            lines.append(
-                f"{loss_text}: it was not trained on such text; choose --calibration text like its training data"
-            )
-        elif measured["loss"] < BY_HEART:
-            lines.append(
-                f"{loss_text}: it has memorized this text, which hides degradation; choose another --calibration text"
-            )
-    if chats:
-        lines.append(
-            "the source is a chat model, but the calibration text has no conversations; add chat=0.2 to --calibration"
-        )
-    return lines

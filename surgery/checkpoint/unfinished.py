@@ -17,7 +17,7 @@ from surgery.checkpoint.disk import disk_errors, write_whole
 from surgery.checkpoint.reader import CheckpointReader, Identity
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.staging import UNFINISHED, Staging
-from surgery.common.errors import ProcessLost, SurgeryError
+from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 
 _FACTS = "facts.json"
@@ -74,7 +74,7 @@ class Unfinished:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stays = kind is not None and (self.resumed or issubclass(kind, (KeyboardInterrupt, ProcessLost)))
+        stays = kind is not None and (self.resumed or issubclass(kind, KeyboardInterrupt))
         stays = stays and self.snapshots.has_state()
         self.staging.discard(keep_unfinished=stays)
         if stays:

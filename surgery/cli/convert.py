@@ -21,6 +21,7 @@ from surgery.cli.options import (
     KeepCodeOption,
     OverwriteOption,
     RestartOption,
+    check_launcher,
     command_line,
     option,
 )
@@ -119,6 +120,7 @@ def convert(
 
         surgery convert ckpt/ --plan plan.yaml
     """
+    check_launcher()
     from surgery.checkpoint.named_models import model_named, output_of
 
     planned = None
@@ -160,13 +162,12 @@ def convert(
     if seconds is None:
         from surgery.structures import converter
 
-        conversion = converter.convert(request, shared=True, progress=Progress())
+        conversion = converter.convert(request, progress=Progress())
     else:
         from surgery.healing.convert_and_heal import convert_and_heal
 
         conversion = convert_and_heal(request, {"max_seconds": seconds}, measure={}, progress=Progress())
-    if conversion is not None:
-        show_conversion(replace(conversion, source=called), as_json=as_json)
+    show_conversion(replace(conversion, source=called), as_json=as_json)
 
 
 def _show_dry_run(request: ConversionRequest, called: str, seconds: float | None, *, as_json: bool) -> None:

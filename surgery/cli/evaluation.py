@@ -15,6 +15,7 @@ from surgery.cli.options import (
     DryRunOption,
     JsonOption,
     RestartOption,
+    check_launcher,
     command_line,
     flag,
     option,
@@ -167,6 +168,7 @@ def run(
             raise SurgeryError("RECIPE is missing: pass a YAML file of steps, or a name that surgery run lists")
         show_shipped("recipes", as_json=as_json)
         return
+    check_launcher()
 
     from surgery.common.progress import Progress
     from surgery.common.shipped import find_shipped

@@ -11,7 +11,7 @@ from surgery.cli.options import (
     CheckpointArgument,
     ConfigOption,
     JsonOption,
-    RestartOption,
+    check_launcher,
     flag,
     option,
 )
@@ -32,13 +32,11 @@ def score(
     ] = None,
     config: ConfigOption = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an existing file.", OUTPUT)] = False,
-    restart: RestartOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Score every KV head of a checkpoint: the higher, the more it needs the full context.
 
-    Writes a pattern file for `surgery convert --to hybrid`, and a heat map next to it. An interrupted scoring resumes
-    when run again. Processes of `torchrun -m surgery heads CKPT` or `accelerate launch` share the work.
+    Writes a pattern file for `surgery convert --to hybrid`, and a heat map next to it.
 
     Examples:
 
@@ -46,6 +44,7 @@ def score(
 
         surgery heads ckpt/ --method needle --sinks 16 --window 112 --length 1024 --out needle.safetensors
     """
+    check_launcher()
     from surgery.checkpoint.named_models import find_model, model_named, output_of
     from surgery.heads.pattern_path import check_pattern, default_pattern
 
@@ -60,7 +59,5 @@ def score(
     from surgery.console.heads import show_pattern
     from surgery.heads.scoring import score_heads
 
-    modes = {"overwrite": overwrite, "restart": restart}
-    scored = score_heads(checkpoint, out, settings, **modes, progress=Progress())
-    if scored.is_main:
-        show_pattern(scored, called, as_json=as_json)
+    scored = score_heads(checkpoint, out, settings, overwrite=overwrite, progress=Progress())
+    show_pattern(scored, called, as_json=as_json)

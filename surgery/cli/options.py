@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from surgery.common.errors import SurgeryError
 from surgery.common.shipped import find_shipped
 
 INPUTS = "Inputs"
@@ -21,6 +23,17 @@ MACHINE = "Machine"
 def config_file(path: Path | None) -> Path | None:
     """Resolve the value of ``--config``: a path, or the name of a config that ships."""
     return None if path is None else find_shipped(path, "configs")
+
+
+def check_launcher() -> None:
+    """Raise SurgeryError, printed by the first process only, in one of several processes of torchrun or accelerate."""
+    if (size := os.environ.get("WORLD_SIZE") or "1") != "1":
+        error = SurgeryError(
+            f"WORLD_SIZE={size}: this command runs as one process; start it without a launcher (surgery heal "
+            "--processes N and torchrun -m surgery eval use several), or unset WORLD_SIZE"
+        )
+        error.shared = True
+        raise error
 
 
 def command_line() -> str:

@@ -13,6 +13,7 @@ from surgery.cli.options import (
     ConfigOption,
     JsonOption,
     RestartOption,
+    check_launcher,
     flag,
     option,
 )
@@ -54,6 +55,7 @@ def plan_(
 
         surgery plan ckpt/ --max-loss 0.02 --allow lowrank,quantized,bits --plot plan.png
     """
+    check_launcher()
     from surgery.checkpoint.named_models import find_model
 
     from_options = options.of(PlanSettings)

@@ -15,6 +15,7 @@ from surgery.cli.options import (
     KeepCodeOption,
     OverwriteOption,
     RestartOption,
+    check_launcher,
     command_line,
     option,
 )
@@ -40,6 +41,7 @@ def slice_(
 
         surgery slice ckpt-lowrank/ --kv-ratio 0.125
     """
+    check_launcher()
     from surgery.checkpoint.named_models import model_named
     from surgery.common.progress import Progress
     from surgery.console.conversion import show_conversion, show_plan

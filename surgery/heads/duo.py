@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import LongTensor, Tensor
 
+from surgery.eval.session import device_of
 from surgery.heads.gate_training import train_gates
-from surgery.heads.gates import gated_heads, input_device
+from surgery.heads.gates import gated_heads
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.running.attention_tap import AttentionCall, tap_attention
 
 LEARNING_RATE = 0.04
 """Twice the paper's learning rate, which trains for 2,000 steps."""
+
+PENALTY = 0.05
+"""Initial weight of the mean gate in the loss."""
 
 DESCENT = 0.5
 """Share of the steps over which the constraint on the mean gate falls from 1 to the target."""
@@ -49,28 +53,24 @@ class DuoObjective:
 
     name = "duo"
 
-    def __init__(self, session: ScoringSession, batch: int | None = None) -> None:
-        """Draw the sequences for ``batch`` per step, as in `train_gates`."""
+    def __init__(self, session: ScoringSession) -> None:
+        """Draw a sequence per step."""
         self._model, self._settings = session.model, session.settings
-        self._device = input_device(session.model)
-        self._needles = session.needles(session.settings.steps * (batch or session.processes.count))
+        self._device = device_of(session.model)
+        self._needles = session.needles(session.settings.steps)
         shape = session.layers, session.kv_heads
         self.gates = torch.ones(shape, dtype=torch.float32, device=self._device, requires_grad=True)
         self.gate_sum = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        self.penalty = torch.tensor(session.settings.penalty, dtype=torch.float32, device=self._device)
+        self.penalty = torch.tensor(PENALTY, dtype=torch.float32, device=self._device)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter group of the gates."""
         return [{"params": [self.gates], "lr": self._settings.learning_rate or LEARNING_RATE}]
 
-    def state(self) -> dict[str, Tensor]:
-        """Return all tensors that change in training, by name; the journal stores them."""
-        return {"gates": self.gates, "gate_sum": self.gate_sum, "penalty": self.penalty}
-
-    def backward(self, step: int, sequence: int) -> Tensor:
+    def backward(self, step: int) -> Tensor:
         """Backpropagate the mean squared error of hidden states, relative to the teacher's mean square."""
-        tokens = self._needles.tokens[sequence][None]
-        positions = self._needles.answers[sequence, 1:].nonzero()[:, 0]
+        tokens = self._needles.tokens[step][None]
+        positions = self._needles.answers[step, 1:].nonzero()[:, 0]
         # The same attention kernel as under gates, so that gates of 1 give a loss of 0.
         with torch.no_grad(), tap_attention(self._model, AttentionCall.output, positions):
             teacher_states = self._states(tokens, positions)
@@ -82,7 +82,7 @@ class DuoObjective:
 
     @torch.no_grad()
     def penalize(self, step: int) -> None:
-        """Update the penalty's weight and add its gradient, after the sequences' were averaged over all processes."""
+        """Update the penalty's weight and add its gradient."""
         descent = min(1.0, (step + 1) / (DESCENT * self._settings.steps))
         excess = self.gates.mean() - (1 - (1 - self._settings.target) * descent)
         # Multiplicative, because losses of models differ by orders of magnitude.

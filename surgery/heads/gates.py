@@ -107,9 +107,3 @@ def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
     pieces = zip(states.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True)
     losses = [checkpoint(summed, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
     return torch.stack(losses).sum() / len(targets)
-
-
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device for token ids: that of the embeddings, or the CPU if these are offloaded."""
-    device = model.get_input_embeddings().weight.device
-    return torch.device("cpu") if device.type == "meta" else device

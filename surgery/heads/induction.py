@@ -36,9 +36,10 @@ def score(session: ScoringSession) -> HeadScores:
     sequences = repeated_tokens(session, session.samples(SAMPLES))
     period = (sequences.shape[1] - 1) // REPETITIONS
     with session.progress.phase("echo and induction", len(sequences), "sequence") as advance:
-        samples = session.processes.map(
-            lambda row: _attention(session, sequences[row], period), range(len(sequences)), advance
-        )
+        samples = []
+        for tokens in sequences:
+            samples.append(_attention(session, tokens, period))
+            advance()
     echo, induction = torch.stack(samples).mean(0)
     best = [part.view(session.layers, session.kv_heads, -1).amax(-1) for part in (echo, induction)]
     facts = {"repeated_tokens": period, "repetitions": REPETITIONS}

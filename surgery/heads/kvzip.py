@@ -51,7 +51,10 @@ def score(session: ScoringSession) -> HeadScores:
         )
     texts = session.text(session.samples(SAMPLES))[:, :context]
     with session.progress.phase("repeating the context", len(texts), "sequence") as advance:
-        samples = session.processes.map(lambda row: _summary(session, texts[row]), range(len(texts)), advance)
+        samples = []
+        for text in texts:
+            samples.append(_summary(session, text))
+            advance()
     largest, mean, of_all = torch.stack(samples).mean(0)
     parts = {"largest": largest.float(), "mean": mean.float(), "largest_of_all": of_all.float()}
     return HeadScores(

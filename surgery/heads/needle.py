@@ -38,7 +38,10 @@ def score(session: ScoringSession) -> HeadScores:
     reader = LogitReader(session.model, needles.tokens)
     rows = range(len(needles.tokens))
     with session.progress.phase("copies of needles", len(rows), "sequence") as advance:
-        samples = session.processes.map(lambda row: _copies(session, reader, needles, row), rows, advance)
+        samples = []
+        for row in rows:
+            samples.append(_copies(session, reader, needles, row))
+            advance()
     copy, mass = (torch.cat(part) for part in zip(*samples, strict=True))
     questions = needles.fact_numbers.unique().numel() - 1
     facts = {"needles": questions * len(rows), "needles_answered": len(copy)}

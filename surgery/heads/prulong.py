@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from surgery.eval.logits import LogitReader
+from surgery.eval.session import device_of
 from surgery.heads.gate_training import train_gates
-from surgery.heads.gates import gated_heads, input_device, mean_loss
+from surgery.heads.gates import gated_heads, mean_loss
 from surgery.heads.scorer import HeadScores, ScoringSession
 
 TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
@@ -71,13 +72,13 @@ class PruLongObjective:
 
     name = "prulong"
 
-    def __init__(self, session: ScoringSession, batch: int | None = None) -> None:
-        """Load text for ``batch`` sequences per step, as in `train_gates`; shorter text is repeated."""
+    def __init__(self, session: ScoringSession) -> None:
+        """Load text for a sequence per step; shorter text is repeated."""
         self._model, self._settings, self._seed = session.model, session.settings, session.seed
-        self._text = session.text(session.settings.steps * (batch or session.processes.count))
+        self._text = session.text(session.settings.steps)
         with torch.no_grad():
             self._reader = LogitReader(session.model, self._text)
-        shape, device = (session.layers, session.kv_heads), input_device(session.model)
+        shape, device = (session.layers, session.kv_heads), device_of(session.model)
         self.log_alpha = torch.full(shape, START, dtype=torch.float32, device=device, requires_grad=True)
         self.multipliers = torch.tensor([0.0, DAMPING], dtype=torch.float32, device=device, requires_grad=True)
         self.chance_sum = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -89,16 +90,12 @@ class PruLongObjective:
             {"params": [self.multipliers], "lr": MULTIPLIER_RATE, "maximize": True},
         ]
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors that change in training."""
-        return {"log_alpha": self.log_alpha, "multipliers": self.multipliers, "chance_sum": self.chance_sum}
-
-    def backward(self, step: int, sequence: int) -> Tensor:
-        """Backpropagate the mean loss of a sequence's tokens under gates sampled for it."""
+    def backward(self, step: int) -> Tensor:
+        """Backpropagate the mean loss of the step's sequence under gates sampled for it."""
         # CPU generators use the low 32 bits of a seed only.
-        noise = torch.Generator().manual_seed((self._seed * 1_000_003 + sequence) % 2**32)
+        noise = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**32)
         gates = sampled_gates(self.log_alpha, noise)
-        tokens = self._text[sequence % len(self._text)][None]
+        tokens = self._text[step % len(self._text)][None]
         with gated_heads(self._model, gates, self._settings.sinks, self._settings.recent):
             loss = mean_loss(self._reader, tokens)
             loss.backward()

@@ -10,22 +10,19 @@ from torch import LongTensor, Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.eval.session import ProgressLike
-from surgery.heads.journal import Journal
 from surgery.heads.needles import NeedleSet
 from surgery.heads.settings import HeadSettings
-from surgery.running.processes import Processes
 
 
 @dataclass(frozen=True)
 class ScoringSession:
-    """Inputs of a scoring with one seed; all processes return the same scores.
+    """Inputs of a scoring with one seed.
 
     Attributes:
         model: model in evaluation mode, with frozen parameters, on its device.
         settings: settings of the scoring, with ``length`` filled in.
         text: ``text(n)`` returns up to n windows of natural text, [N, T].
         needles: ``needles(n)`` returns n sequences with planted facts; equal n give equal sequences.
-        journal: state of an interrupted scoring, to resume from.
     """
 
     model: PreTrainedModel
@@ -34,9 +31,7 @@ class ScoringSession:
     text: Callable[[int], LongTensor]
     needles: Callable[[int], NeedleSet]
     seed: int
-    processes: Processes
     progress: ProgressLike
-    journal: Journal
 
     @property
     def layers(self) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import LongTensor, nn
+from torch import LongTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.architectures.custom_class import layer_entries
@@ -19,15 +20,13 @@ from surgery.architectures.hybrid import StreamableModel
 from surgery.calibration.mixture import TEXTS, named_text
 from surgery.calibration.sequences import SequenceRequest, build_calibration, token_hash
 from surgery.checkpoint.disk import disk_errors
-from surgery.checkpoint.file_hashes import hash_file
 from surgery.checkpoint.output_path import output_lock
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.evaluation.models import Checkpoint, cast, tokenizer_sha256
+from surgery.evaluation.models import Checkpoint, cast
 from surgery.families import family_of
 from surgery.families.fused import FUSED
 from surgery.heads.heat_map import save_head_map
-from surgery.heads.journal import Journal
 from surgery.heads.methods import scorer
 from surgery.heads.needles import NeedleSet, needle_sequences
 from surgery.heads.pattern import HeadPattern
@@ -38,9 +37,7 @@ from surgery.model.latent_entry import LatentEntry
 from surgery.reporting.report import environment
 from surgery.running.loading import load_config
 from surgery.running.overflow import overflow
-from surgery.running.processes import Processes
-from surgery.running.source import process_device
-from surgery.version import __version__
+from surgery.running.source import checked_device
 
 LENGTH = 4_096
 """Default sequence length, unless half of the model's limit is less. Retrieval heads already show at half of the limit,
@@ -52,12 +49,11 @@ MISSED = 3
 
 @dataclass(frozen=True)
 class ScoredHeads:
-    """Result of a scoring: pattern file and heat map next to it, printed by the main process."""
+    """Result of a scoring: pattern file and heat map next to it."""
 
     path: Path
     heat_map: Path
     pattern: HeadPattern
-    is_main: bool = True
 
 
 def score_heads(
@@ -66,13 +62,9 @@ def score_heads(
     settings: HeadSettings | None = None,
     *,
     overwrite: bool = False,
-    restart: bool = False,
     progress: Progress | None = None,
 ) -> ScoredHeads:
     """Score every KV head of a checkpoint and write the pattern file, with a heat map next to it.
-
-    Several processes (``accelerate launch``) share the sequences. An interrupted scoring of the same model, settings
-    and text resumes from its journal, which is next to the output until that is written.
 
     Args:
         source: local folder or hub id.
@@ -80,7 +72,6 @@ def score_heads(
             "-heads-METHOD".
         settings: default :class:`HeadSettings`.
         overwrite: replace existing files.
-        restart: discard the journal of an interrupted scoring.
         progress: progress bars; silent if None.
 
     Raises:
@@ -88,68 +79,32 @@ def score_heads(
             being written by another process.
     """
     settings, progress = settings or HeadSettings(), progress or Progress(silent=True)
-    processes = Processes(cpu=settings.device == "cpu")
-    progress = progress if processes.is_main else Progress(silent=True)
-    device = process_device(settings.device, processes)
     out = Path(out).expanduser() if out else default_pattern(source, settings.method)
-    with ExitStack() as locks:
-        heat_map = processes.from_main(lambda: _claim_output(out, overwrite, locks))
-        checkpoint = Checkpoint.open(str(source))
-
-        def journal(seed: int, identity: Mapping[str, Any]) -> Journal:
-            path = out.with_name(f".{out.name}.seed{seed}.journal")
-            return Journal(path, identity, processes, restart=restart)
-
-        pattern, journals = _score_seeds(checkpoint, settings, processes, progress, device, journal)
-
-        def write() -> None:
-            pattern.save(out, overwrite=overwrite)
-            save_head_map(heat_map, pattern)
-
-        processes.from_main(write)
-        for each in journals:
-            each.remove()
-    return ScoredHeads(out, heat_map, pattern, processes.is_main)
+    heat_map = check_pattern(out, overwrite)
+    with disk_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with output_lock(out):
+        pattern = _score_seeds(Checkpoint.open(str(source)), settings, progress)
+        pattern.save(out, overwrite=overwrite)
+        save_head_map(heat_map, pattern)
+    return ScoredHeads(out, heat_map, pattern)
 
 
-def _score_seeds(
-    checkpoint: Checkpoint,
-    settings: HeadSettings,
-    processes: Processes,
-    progress: Progress,
-    device: torch.device,
-    open_journal: Callable[[int, Mapping[str, Any]], Journal],
-) -> tuple[HeadPattern, list[Journal]]:
-    """Score with every seed; ``open_journal`` takes a seed and the identity of the scoring."""
+def _score_seeds(checkpoint: Checkpoint, settings: HeadSettings, progress: Progress) -> HeadPattern:
+    """Score with every seed."""
     check_scorable(checkpoint)
     settings = replace(settings, length=sequence_length(settings, checkpoint.reader.config))
     score = scorer(settings.method)
     tokenizer = checkpoint.tokenizer()
-    model = load_model(checkpoint, device, settings)
-    texts = Texts(tokenizer, settings)
-    identity = {
-        "model": checkpoint.sha256,
-        "config": checkpoint.config_sha256,
-        "tokenizer": tokenizer_sha256(tokenizer),
-        "settings": settings.to_dict(),
-        "text": hash_file(text) if (text := Path(settings.text).expanduser()).is_file() else None,
-        "version": __version__,
-    }
-    scores: list[HeadScores] = []
-    journals: list[Journal] = []
-    seconds = 0.0
+    model = load_model(checkpoint, checked_device(settings.device), settings)
+    texts, scores, begin = Texts(tokenizer, settings), [], time.perf_counter()
     for seed in range(settings.seed, settings.seed + settings.seeds):
-        journal = open_journal(seed, {**identity, "seed": seed})
-        session = ScoringSession(
-            model, tokenizer, settings, texts.text(seed), texts.needles(seed), seed, processes, progress, journal
-        )
+        session = ScoringSession(model, tokenizer, settings, texts.text(seed), texts.needles(seed), seed, progress)
         with progress.at(f"seed {len(scores) + 1} of {settings.seeds}") if settings.seeds > 1 else nullcontext():
             scores.append(score(session))
         if not all(part.isfinite().all() for part in (scores[-1].scores, *scores[-1].parts.values())):
             raise overflow(checkpoint.reader, "scores of heads")
-        journals.append(journal)
-        seconds += journal.seconds
-    return _pattern(scores, settings, checkpoint, texts, seconds), journals
+    return _pattern(scores, settings, checkpoint, texts, time.perf_counter() - begin)
 
 
 def sequence_length(settings: HeadSettings, config: dict) -> int:
@@ -197,18 +152,16 @@ def check_scorable(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, settings: HeadSettings) -> PreTrainedModel:
-    """Load the model on the device, or offloaded, in the scoring's dtype and with frozen parameters.
+    """Load the model on the device, in the scoring's dtype and with frozen parameters.
 
     Raises SurgeryError: it cannot be loaded.
     """
-    model = checkpoint.load(torch.device("cpu") if settings.offload else device)
+    model = checkpoint.load(device)
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
     cast(model, getattr(torch, dtype))
     model.requires_grad_(False)
-    if settings.offload:
-        _offload_layers(model, device)
     return model
 
 
@@ -225,7 +178,7 @@ class Texts:
 
         @cache
         def windows(count: int) -> LongTensor:
-            return self._hashed(self._windows(count, seed, self.settings.recall, "tokenizer"))
+            return self._hashed(self._windows(count, seed, "tokenizer"))
 
         return windows
 
@@ -236,7 +189,7 @@ class Texts:
         def sequences(count: int) -> NeedleSet:
             length, facts = self.settings.length, self.settings.facts
             # At least two windows: the filler must be longer than a sequence.
-            filler = self._windows(max(count, 2), seed, 0.0, None).flatten().tolist()
+            filler = self._windows(max(count, 2), seed, None).flatten().tolist()
             rows = needle_sequences(self.tokenizer, filler, count, length, facts, seed)
             self._hashed(rows.tokens)
             return rows
@@ -248,9 +201,9 @@ class Texts:
         """Hash of all returned sequences; None if there are none."""
         return hashlib.sha256("".join(sorted(self.hashes)).encode()).hexdigest() if self.hashes else None
 
-    def _windows(self, count: int, seed: int, recall: float, bos: Literal["tokenizer"] | None) -> LongTensor:
+    def _windows(self, count: int, seed: int, bos: Literal["tokenizer"] | None) -> LongTensor:
         settings, length = self.settings, self.settings.length
-        request = SequenceRequest(count * length, length, recall, seed, 0, settings.text_field)
+        request = SequenceRequest(count * length, length, 0.0, seed, 0, settings.text_field)
         if settings.text in TEXTS:
             return named_text(self.tokenizer, settings.text, count, 0, request, bos=bos).tokens
         return build_calibration(self.tokenizer, settings.text, request, bos=bos).tokens
@@ -258,30 +211,6 @@ class Texts:
     def _hashed(self, tokens: LongTensor) -> LongTensor:
         self.hashes.add(token_hash(tokens))
         return tokens
-
-
-def _claim_output(out: Path, overwrite: bool, locks: ExitStack) -> Path:
-    """Check and lock the output before hours of scoring, and return the path of the heat map.
-
-    Raises SurgeryError: the output exists, cannot be written, or is being written by another process.
-    """
-    heat_map = check_pattern(out, overwrite)
-    with disk_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    locks.enter_context(output_lock(out))
-    return heat_map
-
-
-def _offload_layers(model: PreTrainedModel, device: torch.device) -> None:
-    """Keep the layers of a model on the CPU, loaded one by one in a forward pass; move the rest to the device."""
-    from accelerate import cpu_offload
-
-    base = model.base_model
-    layers, base.layers = base.layers, nn.ModuleList()
-    model.to(device)
-    base.layers = layers
-    for layer in layers:
-        cpu_offload(layer, execution_device=device)
 
 
 def _pattern(

@@ -37,20 +37,13 @@ class HeadSettings(FileSettings):
     )
     steps: int | None = setting(
         None,
-        "Training steps, one sequence per process.",
+        "Training steps, one sequence each.",
         least=1,
         unset=f"duo {DUO_STEPS}, prulong {STEPS}",
         advanced=True,
     )
     learning_rate: float | None = setting(
         None, "Learning rate of the gates.", above=0, unset="duo 0.04, prulong 0.15", advanced=True
-    )
-    penalty: float = setting(
-        0.05,
-        "Initial weight of the gates in the loss (duo).",
-        more="Training adapts it until the target is met.",
-        above=0,
-        advanced=True,
     )
     text: str = setting(
         "builtin",
@@ -62,7 +55,6 @@ class HeadSettings(FileSettings):
         old=("--calibration", "--data"),
     )
     text_field: str = setting("text", "Column that holds the text.", metavar="NAME", advanced=True)
-    recall: float = setting(0.0, "Share of sequences with planted facts and questions.", least=0, most=1, advanced=True)
     length: int | None = setting(
         None, "Tokens per sequence.", least=1, unset="4096, or half of the model's context length if that is shorter"
     )
@@ -74,11 +66,11 @@ class HeadSettings(FileSettings):
         1, "Number of scorings with other data, whose mean and spread are stored.", least=1, advanced=True
     )
     seed: int = setting(0, "First seed.", advanced=True)
-    offload: bool = setting(
-        False, "Keep layers in CPU memory and move each to the device when it runs.", section="Machine", advanced=True
-    )
     device: str = setting(
-        "auto", "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if available.", metavar="NAME"
+        "auto",
+        "Where the model runs: cpu, cuda, cuda:1 …; auto is cuda if available.",
+        section="Machine",
+        metavar="NAME",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
         "auto",

@@ -221,7 +221,7 @@ def open_work(
     untried = HeldOut(texts.held_out.tokens, 0, texts.held_out.answers[:0])
     with ExitStack() as stack:
         if out is not None:
-            facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
+            facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.to_dict()}
             folder = out.with_name(f"{out.name}.statistics")
             with progress.step(1, STEPS):
                 unfinished = stack.enter_context(Unfinished(folder, opened.reader, facts, progress, restart=restart))

@@ -24,7 +24,6 @@ OF_TEXT = (
     "calibration_length",
     "text_field",
     "recall",
-    "held_out_text",
     "seed",
     "weights_dtype",
 )

@@ -24,7 +24,7 @@ from surgery.model.attention_functions import own_softmax
 from surgery.model.cache_argument import CACHE
 from surgery.model.logit_factor import logit_cap, logit_factor
 from surgery.model.parts import entries_of
-from surgery.running.activations import give_back, trim_allocator
+from surgery.running.activations import trim_allocator
 from surgery.running.equal_widths import use_equal_widths
 from surgery.running.loading import causal_class, loading, with_standard_names, without_initial_values
 from surgery.running.overflow import check_hidden, check_sizes, overflow, size_of
@@ -167,7 +167,6 @@ class LayerStream:
                 if attention is None:  # simulated attention may overflow although the model does not
                     sizes.append(size_of(output))
                 hidden[start : start + batch_size] = output.to(hidden)
-                give_back(hidden)
         check_sizes(sizes, self.reader, "hidden states")
         return hidden
 
@@ -258,7 +257,7 @@ class LayerStream:
             leaf = hidden.to(self.device, self.dtype).detach().requires_grad_()
             normed = self.final_norm(leaf)
         flat, cap = normed.detach().flatten(0, 1), logit_cap(self.config)
-        chance, quantile = sampling_numbers(len(flat), generator).to(self.device)
+        chance, quantile = torch.rand(2, len(flat), generator=generator, dtype=torch.float64).to(self.device)
         expected = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         drawn, maximum = torch.zeros_like(expected), torch.full((len(flat),), -torch.inf, device=self.device)
         for _, weight in self.output_slices():
@@ -287,11 +286,6 @@ class LayerStream:
         if not leaf.grad.isfinite().all():
             raise overflow(self.reader, "gradients of the loss")
         return leaf.grad
-
-
-def sampling_numbers(count: int, generator: torch.Generator) -> Tensor:
-    """Draw two uniform numbers per token for label sampling, [2, count] float64."""
-    return torch.rand(2, count, generator=generator, dtype=torch.float64)
 
 
 @dataclass

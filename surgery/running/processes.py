@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from surgery.common.errors import ProcessLost, SurgeryError
 from surgery.common.machine_faults import fault_message
@@ -84,22 +83,6 @@ class Processes:
             result for _, result in sorted((pair for share, _ in shares for pair in share), key=lambda pair: pair[0])
         ]
 
-    def in_turn(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-        """Yield the results of `map` one by one, for large results: no process holds more than two.
-
-        Every process must consume all results. Raises SurgeryError: raised by `function` on any process, in place of
-        its result.
-        """
-        for start in range(0, len(items), self.count):
-            outcome: tuple[Any, SurgeryError | None] = (None, None)
-            if start + self.rank < len(items):
-                try:
-                    outcome = (function(items[start + self.rank]), None)
-                except Exception as error:
-                    outcome = (None, self._shared_error(error))
-            for rank in range(min(self.count, len(items) - start)):
-                yield self._broadcast(rank, outcome)
-
     def from_main(self, function: Callable[[], Result]) -> Result:
         """Call `function` on the main process only and return its result on all.
 
@@ -113,24 +96,10 @@ class Processes:
                 outcome = (function(), None)
             except Exception as error:
                 outcome = (None, self._shared_error(error))
-        return self._broadcast(0, outcome)
+        from accelerate.utils import broadcast_object_list
 
-    def first_on_main(self, function: Callable[[], Result]) -> Result:
-        """Call `function` on the main process, then, if it succeeded, on all others; return each process's result.
-
-        Raises SurgeryError: raised by `function` on the main process; every process raises it.
-        """
-        results: list[Result] = []
-        self.from_main(lambda: results.append(function()))
-        return results[0] if results else function()
-
-    def _broadcast(self, rank: int, outcome: tuple[Any, SurgeryError | None]) -> Any:
-        """Broadcast the outcome of a process: return its result or raise its error."""
-        if self._state is not None:
-            from accelerate.utils import broadcast_object_list
-
-            with self._collective():
-                (outcome,) = broadcast_object_list([outcome], from_process=rank)
+        with self._collective():
+            (outcome,) = broadcast_object_list([outcome])
         result, refusal = outcome
         if refusal is not None:
             raise refusal
@@ -155,25 +124,6 @@ class Processes:
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise ProcessLost(f"one of {self.count} processes ended before its work was finished ({reason})") from error
-
-    def mean(self, tensor: Tensor) -> Tensor:
-        """Average `tensor` over all processes, bitwise equal on each.
-
-        For small tensors: they are pickled, and added in rank order.
-        """
-        if self._state is None:
-            return tensor
-        from accelerate.utils import gather_object
-
-        with self._collective():
-            total, *others = gather_object([tensor.detach().cpu()])
-        for other in others:
-            total = total + other
-        return (total / self.count).to(tensor.device)
-
-    def sendable(self, value: Any) -> Any:
-        """Move a tensor to the CPU if there are other processes to send it to."""
-        return value.cpu() if self.count > 1 and isinstance(value, Tensor) else value
 
     def wait(self) -> None:
         """Wait for all processes."""

@@ -6,26 +6,51 @@ class is built on the meta device and compared with the stored tensors, before a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers.utils import logging
 
 from surgery.checkpoint import CheckpointReader
+from surgery.common.errors import SurgeryError
 from surgery.families import LATENT_FAMILIES, WHY_NOT
+from surgery.families.base import MTP_LAYERS
 from surgery.families.multimodal import MULTIMODAL
 from surgery.running.loading import causal_class, load_config, loading, without_initial_values
-from surgery.running.plain_decoder import is_plain
-from surgery.running.source_faults import Comparison, check_class, check_comparison, check_stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROWS = 16_384
 """Rows of embedding and head that are compared at a time."""
+LAYER = re.compile(r"^(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d{1,9})\.")
+BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
+"""Causal-mask buffers in early checkpoints of GPT-2 and GPT-NeoX."""
+WHOLE = "use the config.json of these weights"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences between the stored tensors and those of a class, by the class's names.
+
+    Attributes:
+        unexpected: stored tensors that the class neither has nor ignores.
+        mismatched: names with the stored shape and the class's shape.
+        unfit: tensors of the class whose stored parts cannot be merged.
+        tied: pairs of tensors that are tied in the class, but both stored.
+    """
+
+    class_name: str
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    unfit: tuple[str, ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
 
 
 def open_source(source: str | Path, *, trust_remote_code: bool = False) -> CheckpointReader:
@@ -40,12 +65,9 @@ def open_source(source: str | Path, *, trust_remote_code: bool = False) -> Check
 def checked(reader: CheckpointReader) -> CheckpointReader:
     """Compare a checkpoint with its class; return it with its config.json corrected from the tensors.
 
-    It is returned unchanged if it is a plain decoder, if transformers lacks the class, if its family is refused by
-    name, or if its weights have an unsupported quantization. Raises SurgeryError: config and tensors contradict each
-    other.
+    It is returned unchanged if transformers lacks the class, if its family is refused by name, or if its weights have
+    an unsupported quantization. Raises SurgeryError: config and tensors contradict each other.
     """
-    if is_plain(reader):
-        return reader
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from surgery import model as own_model
@@ -65,10 +87,11 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
         reader = reader.corrected({**reader.config, **names})
     with loading(f"{reader.source}/config.json"):
         text = config.get_text_config(decoder=True)
-        check_stored(reader, text)
-        check_class(reader, model_class)
+        _check_stored(reader, text)
+        _check_class(reader, model_class)
         comparison = _compare(reader, model_class, config)
-        check_comparison(reader, text, comparison)
+        if fault := _fault(reader, text, comparison):
+            raise SurgeryError.at(reader.source, fault)
     return _untied(reader, comparison)
 
 
@@ -85,6 +108,70 @@ def _class_of(config: Any) -> type[PreTrainedModel]:
     if config.model_type in MULTIMODAL:
         return AutoModelForImageTextToText._model_mapping[type(config)]
     return causal_class(config)
+
+
+def _check_stored(reader: CheckpointReader, text: Any) -> None:
+    """Check the stored dtypes and the number of layers of the config ``text``, before the class is built.
+
+    Raises SurgeryError: a weight is not floating-point with at least 16 bits, or there are more layers than tensors.
+    """
+    for name in reader.names():
+        dtype = reader.info(name).dtype
+        packed = dtype.itemsize < 2 or not dtype.is_floating_point
+        if packed and name.endswith((".weight", ".bias")) and not BUFFERS.search(name):
+            raise SurgeryError.at(
+                reader.source,
+                f"{name} is stored in {str(dtype).removeprefix('torch.')}, but config.json has no "
+                "quantization_config; use the checkpoint before quantization",
+            )
+    layers = getattr(text, "num_hidden_layers", None)
+    if type(layers) is int and layers > len(reader.names()):
+        raise SurgeryError.at(reader.source, f"num_hidden_layers is {layers:,}, but there are fewer tensors; {WHOLE}")
+
+
+def _check_class(reader: CheckpointReader, model_class: type[PreTrainedModel]) -> None:
+    """Raise SurgeryError if ``architectures`` names another class of transformers than ``model_type``."""
+    architectures = reader.config.get("architectures") or []
+    if not isinstance(architectures, list) or model_class.__name__ in architectures:
+        return
+    for name in architectures:
+        if isinstance(name, str) and name.isidentifier() and isinstance(getattr(transformers, name, None), type):
+            raise SurgeryError.at(
+                reader.source,
+                f"architectures is {name}, but model_type {reader.config['model_type']!r} is {model_class.__name__}; "
+                "correct the wrong one, or use a causal language model",
+            )
+
+
+def _fault(reader: CheckpointReader, text: Any, comparison: Comparison) -> str | None:
+    """Describe the first difference from the class and its remedy; None if all its tensors are stored."""
+    if "embed_tokens.weight" in reader.names():
+        return (
+            "tensor names lack the prefix 'model.', as of a model saved without its head; load it with "
+            f"{comparison.class_name}.from_pretrained, then call save_pretrained"
+        )
+    if comparison.unfit:
+        return f"shapes of the parts of {comparison.unfit[0]} do not match; download the checkpoint again"
+    for name, stored, shape in comparison.mismatched:
+        more = _more(len(comparison.mismatched))
+        return f"{name} has shape {list(stored)}, but config.json requires {list(shape)}{more}; {WHOLE}"
+    layers = text.num_hidden_layers
+    mtp = range(layers, layers + (reader.config.get(MTP_LAYERS) or 0))
+    names = [name for name in comparison.unexpected if (layer := LAYER.search(name)) and int(layer[1]) not in mtp]
+    names = [name for name in names if not BUFFERS.search(name)]
+    if comparison.missing:
+        stored = f"; {comparison.unexpected[0]} is stored instead" if comparison.unexpected else ""
+        return (
+            f"{comparison.missing[0]} is missing{_more(len(comparison.missing))}, which {comparison.class_name} would "
+            f"fill with random values{stored}; rename the tensors, download the checkpoint again, or {WHOLE}"
+        )
+    if names:
+        return f"unexpected tensor {names[0]}{_more(len(names))}: {comparison.class_name} has none; {WHOLE}"
+    return None
+
+
+def _more(count: int) -> str:
+    return f" (and {count - 1} more)" if count > 1 else ""
 
 
 def _compare(reader: CheckpointReader, model_class: type[PreTrainedModel], config: Any) -> Comparison:

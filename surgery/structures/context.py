@@ -18,7 +18,6 @@ from surgery.calibration.texts import Texts
 from surgery.checkpoint.snapshots import Snapshots
 from surgery.common.progress import Progress
 from surgery.running.layer_stream import StreamedLayer
-from surgery.running.processes import ALONE, Processes
 from surgery.running.source import OwnSource, Source
 from surgery.structures.converted_layers import ConvertedLayers
 from surgery.structures.stages import StageTracker
@@ -36,7 +35,6 @@ class ConversionContext(Generic[Opened, Settings]):
         store: inputs of every layer from the forward sweep over the calibration text.
         converted: new tensors of every layer.
         snapshots: snapshots from which an interrupted conversion resumes.
-        processes: processes that share the calibration.
     """
 
     opened: Opened
@@ -47,7 +45,6 @@ class ConversionContext(Generic[Opened, Settings]):
     converted: ConvertedLayers
     progress: Progress
     snapshots: Snapshots = field(default_factory=Snapshots)
-    processes: Processes = ALONE
 
     @classmethod
     def in_folder(
@@ -57,12 +54,11 @@ class ConversionContext(Generic[Opened, Settings]):
         settings: Settings,
         texts: Texts,
         progress: Progress,
-        processes: Processes = ALONE,
     ) -> ConversionContext[Opened, Settings]:
         """Create a context with files next to its snapshots, or in a temporary folder if these have no folder."""
         folder = snapshots.folder
-        library, store = StatisticsLibrary(folder), BoundaryStore(folder, settings.activation_memory)
-        return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots, processes)
+        library, store = StatisticsLibrary(folder), BoundaryStore(folder)
+        return cls(opened, settings, texts, library, store, ConvertedLayers(folder), progress, snapshots)
 
     def gather(
         self, *, gradients: bool = True, basis_of: BasisOf | None = None, first_tokens: Sequence[int] = (0,)

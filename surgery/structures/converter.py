@@ -17,8 +17,7 @@ import torch
 
 from surgery.architectures.custom_class import with_auto_map
 from surgery.architectures.multimodal import whole_config, whole_names
-from surgery.calibration.settings import ConversionSettings
-from surgery.calibration.texts import Texts, load_texts
+from surgery.calibration.texts import load_texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, verify_files
 from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.carry_over import copy_sidecars, copy_tensors
@@ -26,7 +25,6 @@ from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, CONFIG, REPORT, list_files, summary
 from surgery.checkpoint.hub import id_of_snapshot
-from surgery.checkpoint.snapshots import Snapshots
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.memory import peak_memory
 from surgery.common.ownership import inventory
@@ -39,8 +37,6 @@ from surgery.reporting.quality import useless_layers
 from surgery.reporting.report import Report, SourceShape, environment, previous_report
 from surgery.running.kv_bytes import kv_bytes_of, kv_shares
 from surgery.running.moment_precision import factorizing_on
-from surgery.running.processes import Processes
-from surgery.running.source import process_device
 from surgery.structures.base import Outcome, Structure
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Workload
@@ -62,35 +58,14 @@ class Conversion:
     source: str
 
 
-def convert(request: ConversionRequest, *, shared: bool = False, progress: Progress | None = None) -> Conversion | None:
+def convert(request: ConversionRequest, *, progress: Progress | None = None) -> Conversion:
     """Convert a checkpoint and write the result as a Hugging Face checkpoint.
 
-    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. With several processes,
-    all share the calibration; the main process does the rest.
-
-    Args:
-        shared: whether all processes that a launcher started share the work.
-        progress: progress bars; silent if None.
-
-    Returns:
-        None on processes other than the main one.
-
-    Raises:
-        SurgeryError: bad input or an impossible request; no files are left.
-        ProcessLost: another process has ended; finished work is kept.
+    An interrupted conversion resumes from ``<out>.partial`` with a bitwise identical result. ``progress`` is silent if
+    None. Raises SurgeryError: bad input or an impossible request; no files are left.
     """
-    processes = Processes(cpu=True, alone=not shared)  # exchanged tensors are on the CPU
-    progress = progress if progress and processes.is_main else Progress(silent=True)
-    if not processes.is_main:
-        device = process_device(request.settings.device, processes)
-        own = replace(request.settings, device=str(device))
-        request = replace(request, settings=own)
-    return _convert(request, processes, progress)
-
-
-def _convert(request: ConversionRequest, processes: Processes, progress: Progress) -> Conversion | None:
-    settings = request.settings
-    structure, out = processes.first_on_main(lambda: open_request(request, progress))
+    settings, progress = request.settings, progress or Progress(silent=True)
+    structure, out = open_request(request, progress)
     if stored := structure.opened.reader.dequantised_from:
         dtype = str(structure.opened.weight_dtype).removeprefix("torch.")
         progress.note(f"{stored} weights are dequantized to {dtype}")
@@ -98,26 +73,21 @@ def _convert(request: ConversionRequest, processes: Processes, progress: Progres
         progress.note(f"skipped: {len(left_out)} tensors that the model class does not load, first {left_out[0]}")
     with ExitStack() as stack:
         stack.enter_context(factorizing_on(structure.opened.stream.device))
-        if processes.is_main:
-            carried = stack.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
-            if carried.left_out:
-                progress.note(f"files not copied to the output: {', '.join(summary(carried.left_out))}")
+        carried = stack.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
+        if carried.left_out:
+            progress.note(f"files not copied to the output: {', '.join(summary(carried.left_out))}")
         with progress.step(1, STEPS):
-            texts = processes.from_main(lambda: load_texts(structure.opened, settings, progress))
-        if not processes.is_main:
-            _run_share(structure, settings, texts, processes)
-            return None
+            texts = load_texts(structure.opened, settings, progress)
         forecast = structure.forecast()
         progress.expect(Workload.of(structure.opened, settings, texts.counts(), forecast.demand).phase_flops())
-        facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.deciding()}
+        facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.to_dict()}
         modes = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):
             unfinished = stack.enter_context(Unfinished(out, structure.opened.reader, facts, progress, **modes))
-        folder, staging = unfinished.folder, unfinished.staging
+        staging = unfinished.staging
         # The writer checks again once the tensors are final, but that may be hours from here.
         staging.check_space(sum(spec.nbytes for spec in forecast.tensors.values()))
-        work = ConversionContext.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress, processes)
-        processes.from_main(lambda: folder)
+        work = ConversionContext.in_folder(unfinished.snapshots, structure.opened, settings, texts, progress)
         with progress.step(2, STEPS):
             structure.gather(work)
         with progress.step(3, STEPS):
@@ -134,13 +104,6 @@ def _convert(request: ConversionRequest, processes: Processes, progress: Progres
             with progress.step(6, STEPS):
                 report = _conclude(work, writer, carried, outcome, verification, request.command)
     return Conversion(writer.out, report, str(request.source))
-
-
-def _run_share(structure: Structure, settings: ConversionSettings, texts: Texts, processes: Processes) -> None:
-    """Run this process's share of the calibration, in the folder of the main process."""
-    snapshots = Snapshots(processes.from_main(Path))
-    work = ConversionContext.in_folder(snapshots, structure.opened, settings, texts, Progress(silent=True), processes)
-    structure.gather(work)
 
 
 def _finish(

@@ -178,8 +178,7 @@ def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -
         "output_free_bytes": free,
         "boundary_bytes": work.boundary_bytes,
         "statistics_bytes": work.statistics_bytes,
-        "spilled_bytes": work.spilled_bytes,
-        "temporary_bytes": work.boundary_bytes + work.statistics_bytes + work.spilled_bytes,
+        "temporary_bytes": work.boundary_bytes + work.statistics_bytes,
         "temporary_free_bytes": free,
         "temporary_folder": f"{out}.partial",
     }

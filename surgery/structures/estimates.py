@@ -7,14 +7,12 @@ decoder layer, s and c the bytes per element in the checkpoint and in the comput
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import psutil
 
 from surgery.calibration.settings import ConversionSettings
 from surgery.calibration.statistics import sums_bytes
-from surgery.checkpoint.disk import parse_size
 from surgery.families.base import LAYER_PREFIX, head_shape
 from surgery.model.attention_functions import own_softmax
 from surgery.running.experts import share_of_experts
@@ -64,7 +62,6 @@ class Workload:
     Attributes:
         layer_parameters, active_parameters: parameters of the largest decoder layer, and those that one token uses.
         intermediate: intermediate size I of the feed-forward block; the sum over a token's experts.
-        limit: bytes of activations that may be in memory.
     """
 
     layers: int
@@ -87,7 +84,6 @@ class Workload:
     on_host: bool
     own_softmax: bool
     demand: Demand
-    limit: float = math.inf
 
     @classmethod
     def of(
@@ -121,7 +117,6 @@ class Workload:
             on_host=opened.stream.device.type == "cpu",
             own_softmax=own_softmax(config),
             demand=demand,
-            limit=math.inf if settings.activation_memory is None else parse_size(settings.activation_memory),
         )
 
     @property
@@ -139,14 +134,6 @@ class Workload:
         return self.calibration * self.length * self.hidden * self.layers * self.compute
 
     @property
-    def spilled_bytes(self) -> int:
-        """Temporary disk bytes of activations beyond the limit."""
-        gradient_width = 2 * self.kv_width if self.demand.gradients else 0
-        return int(
-            max(0, (2 * self.hidden + gradient_width) * self.calibration * self.length * self.compute - self.limit)
-        )
-
-    @property
     def statistics_bytes(self) -> int:
         """Temporary disk bytes of the statistics: four moments n² (one without gradients), and lags."""
         if not self.demand.statistics:
@@ -161,8 +148,7 @@ class Workload:
         ======================= =====================================================================================
         one layer               P (s + c): its tensors as stored, and the module that runs
         activations             calibration: 2 N T D c (gradients at a boundary, inputs of the attention), and
-                                2 N T n c with gradients (keys and values of a layer, and their gradients), up to
-                                the limit if there is one
+                                2 N T n c with gradients (keys and values of a layer, and their gradients)
         held-out text           conversion: M T D c per stage
         one batch               calibration: B T (16 D + 6 H d + 6 I) c for autograd; conversion: 3 B T H n c for the
                                 queries of the merged stage; at least one slice of the vocabulary
@@ -238,7 +224,7 @@ class Workload:
         width = 16 * self.hidden + 6 * self.heads * self.head_dim + 6 * self.intermediate
         gradient_width = 2 * self.kv_width if self.demand.gradients else 0
         host = {
-            "activations": min((2 * self.hidden + gradient_width) * tokens * self.compute, self.limit),
+            "activations": (2 * self.hidden + gradient_width) * tokens * self.compute,
             "statistics": max(self._algebra_bytes(), self._sums_bytes()),
         }
         one_batch = max(batch * width * self.compute, self._vocabulary_bytes())

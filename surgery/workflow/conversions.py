@@ -16,7 +16,6 @@ from surgery.workflow.steps import Action, Expected, Finished, Step, checkpoint_
 if TYPE_CHECKING:
     from surgery.calibration.settings import ConversionSettings
     from surgery.planning.settings import PlanSettings
-    from surgery.running.processes import Processes
     from surgery.structures.registry import Target
     from surgery.structures.request import ConversionRequest
 
@@ -72,19 +71,14 @@ def _conversion_action(step: Step, source: str, choice: Choice, where: str) -> A
             settings = replace(settings, heads=str(pattern))
         return settings, predicted
 
-    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+    def do(out: Path, finished: Finished, progress: Progress) -> None:
+        from surgery.structures.request import ConversionRequest
+
         checkpoint = checkpoint_of(source, finished)
         finished.checkpoints[step.name] = out
-
-        def make() -> None:
-            from surgery.structures.request import ConversionRequest
-
-            settings, predicted = request_for(finished)
-            facts = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
-            _convert_unless_done(ConversionRequest(checkpoint, out, settings, **facts), progress)
-
-        # The main process converts; the others wait.
-        processes.from_main(make)
+        settings, predicted = request_for(finished)
+        facts = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
+        _convert_unless_done(ConversionRequest(checkpoint, out, settings, **facts), progress)
 
     def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.structures.dry_run import plan_conversion
@@ -113,13 +107,13 @@ def plan(step: Step, where: str) -> Action:
     source = pop_required(values, "source", where)
     settings = PlanSettings.from_mapping(values, where)
 
-    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+    def do(out: Path, finished: Finished, progress: Progress) -> None:
         path = finished.plans[step.name] = out.with_name(f"{out.name}.yaml")
         plan_settings = settings
         if (pattern := finished.patterns.get(settings.heads)) is not None:
             plan_settings = replace(settings, heads=str(pattern))
-        at, restart = checkpoint_of(source, finished), finished.restart
-        processes.from_main(lambda: _plan_unless_done(path, at, plan_settings, progress, restart=restart))
+        at = checkpoint_of(source, finished)
+        _plan_unless_done(path, at, plan_settings, progress, restart=finished.restart)
 
     return Action(do)
 

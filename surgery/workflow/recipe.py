@@ -24,7 +24,6 @@ skipped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from surgery.evaluation.preparation import EvaluationRequest
     from surgery.heads.settings import HeadSettings
     from surgery.healing.heal import HealRequest
-    from surgery.running.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -106,28 +104,19 @@ def run_recipe(path: Path, work: Path | None, progress: Progress, *, restart: bo
     work = work or Path(recipe.name)
     finished = Finished(restart=restart)
 
-    from surgery.running.processes import Processes
-
-    processes = Processes()
-    with ExitStack() as alone:
-        processes.from_main(lambda: _lock_folder(work, alone))
-        resumes_from(work)
-        for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
-            if processes.is_main:
-                progress.note(f"step {number} of {len(recipe.steps)}: {step.command} {step.name}")
-            # A fresh progress: each step's report states the seconds of its own phases.
-            with progress.at(f"step {number} of {len(recipe.steps)}"), located(recipe.where(step)):
-                action.do(work / step.name, finished, progress.fresh(), processes)
-    return finished
-
-
-def _lock_folder(work: Path, alone: ExitStack) -> None:
     from surgery.checkpoint.disk import disk_errors
     from surgery.checkpoint.output_path import output_lock
 
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-    alone.enter_context(output_lock(work, "--work"))
+    with output_lock(work, "--work"):
+        resumes_from(work)
+        for number, (step, action) in enumerate(zip(recipe.steps, ready, strict=True), 1):
+            progress.note(f"step {number} of {len(recipe.steps)}: {step.command} {step.name}")
+            # A fresh progress: each step's report states the seconds of its own phases.
+            with progress.at(f"step {number} of {len(recipe.steps)}"), located(recipe.where(step)):
+                action.do(work / step.name, finished, progress.fresh())
+    return finished
 
 
 def _evaluate(step: Step, where: str) -> Action:
@@ -157,13 +146,11 @@ def _evaluate(step: Step, where: str) -> Action:
             note=", ".join(dry_run.tasks), **{"host" if dry_run.settings["device"] == "cpu" else "device": peak}
         )
 
-    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+    def do(out: Path, finished: Finished, progress: Progress) -> None:
         from surgery.evaluation.output import track, write_report
         from surgery.evaluation.run import evaluate
 
         evaluation = evaluate(request_for(out, finished), progress)
-        if not evaluation.is_main:
-            return
         finished.report = evaluation.report
         finished.written = evaluation.written
         if publish is not None:
@@ -181,15 +168,15 @@ def _score_heads(step: Step, where: str) -> Action:
     source = pop_required(values, "source", where)
     settings = HeadSettings.from_mapping(values, where)
 
-    def do(out: Path, finished: Finished, progress: Progress, processes: Processes) -> None:
+    def do(out: Path, finished: Finished, progress: Progress) -> None:
         from surgery.heads.scoring import score_heads
 
         checkpoint = checkpoint_of(source, finished)
         path = finished.patterns[step.name] = out.with_name(f"{out.name}.safetensors")
-        if processes.from_main(lambda: _scored_already(path, checkpoint, settings)):
+        if _scored_already(path, checkpoint, settings):
             progress.note(f"{path}: is there already")
             return
-        score_heads(checkpoint, path, settings, restart=finished.restart, progress=progress)
+        score_heads(checkpoint, path, settings, progress=progress)
 
     return Action(do)
 
@@ -237,19 +224,15 @@ def _heal(step: Step, where: str) -> Action:
             **{"device" if launcher or _on_gpu(settings.device) else "host": dry_run.estimate["peak_bytes"]},
         )
 
-    def do(out: Path, finished: Finished, progress: Progress, waiting: Processes) -> None:
+    def do(out: Path, finished: Finished, progress: Progress) -> None:
         from surgery.healing.heal import heal_checkpoint, is_already_healed
 
         request = request_for(out, finished)
         finished.checkpoints[step.name] = out
-
-        def heal() -> None:
-            if is_already_healed(request):
-                progress.note(f"{out}: is there already")
-            else:
-                heal_checkpoint(request, progress)
-
-        waiting.from_main(heal)
+        if is_already_healed(request):
+            progress.note(f"{out}: is there already")
+        else:
+            heal_checkpoint(request, progress)
 
     return Action(do, forecast)
 
@@ -331,7 +314,8 @@ def _scored_already(path: Path, source: str, settings: HeadSettings) -> bool:
         return False
     pattern, reader = HeadPattern.load(path), CheckpointReader.open(source)
     expected = {**settings.to_dict(), "length": sequence_length(settings, reader.config)}
-    if dict(pattern.settings) != expected or pattern.model.get("sha256") != reader.fingerprint():
+    same = expected.items() <= dict(pattern.settings).items()  # earlier versions had more settings
+    if not same or pattern.model.get("sha256") != reader.fingerprint():
         raise SurgeryError.at(
             path, "was made from another model or with other settings; remove it, or choose another --work folder"
         )

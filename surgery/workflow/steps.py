@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-
-if TYPE_CHECKING:
-    from surgery.running.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Action:
     earlier steps, to which it adds its own, and a folder that it may create for an outline.
     """
 
-    do: Callable[[Path, Finished, Progress, Processes], None]
+    do: Callable[[Path, Finished, Progress], None]
     forecast: Callable[[Path, Finished, Path], Expected] | None = None
 
 

@@ -21,12 +21,12 @@ from surgery.transforms.key_basis import identity_basis
 CUDA = torch.device("cuda", 0)
 
 
-def add_batch(moments, anatomy, x, part=0):
+def add_batch(moments, anatomy, x):
     """One microbatch of the backward sweep."""
     captured = CapturedAttention(anatomy, gradients=True)
     out, _ = captured(x.clone().requires_grad_())
     out.square().sum().backward()
-    moments.add(captured.projection, captured.inputs, part)
+    moments.add(captured.projection, captured.inputs)
 
 
 def moments_of(anatomy, x):

@@ -6,9 +6,8 @@ from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from surgery.calibration.kronecker import kronecker_factors
-from surgery.calibration.parts import Parts
 from surgery.calibration.statistics import lag_statistics, raw_key_gradient
-from surgery.calibration.sweep import BoundaryStore, backward_sweep, forward_sweep
+from surgery.calibration.sweep import BoundaryStore, backward_sweep, batch_parts, forward_sweep
 from surgery.families.anatomy import HeadNorm
 from surgery.families.attention import attention_weights
 from surgery.families.rope import to_complex
@@ -39,7 +38,7 @@ def swept(folder, monkeypatch=None, labels=None, **kwargs):
         monkeypatch.setattr(opened.stream, "sampled_loss_gradient", gradient)
     with BoundaryStore() as store:
         final = forward_sweep(opened.stream, TOKENS, store, 2, lambda: None)
-        layers = list(backward_sweep(opened, store, final, Parts(len(TOKENS), 2), **kwargs))
+        layers = list(backward_sweep(opened, store, final, 2, **kwargs))
     return opened, sorted(layers, key=lambda layer: layer.index)
 
 
@@ -179,6 +178,15 @@ def test_lag_statistics_equal_a_direct_sum(checkpoints):
     own = (torch.arange(anatomy.heads) // 2)[None] == (torch.arange(len(turned)) // pairs)[:, None]
     torch.testing.assert_close(lags.turned[own], turned[own], rtol=1e-6, atol=1e-9)
     assert (lags.energy >= lags.turned.abs() - 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "batch", "ends"), [(5, 2, [2, 4, 5]), (1, 4, [1]), (19, 2, [2, 4, 6, 10, 12, 14, 16, 19])]
+)
+def test_parts_are_at_most_eight_and_cover_the_text_in_order(sequences, batch, ends):
+    parts = batch_parts(sequences, batch)
+    assert [part[-1].stop for part in parts] == ends
+    assert [row for part in parts for rows in part for row in range(sequences)[rows]] == list(range(sequences))
 
 
 def test_boundaries_are_removed():

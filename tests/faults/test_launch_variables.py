@@ -4,6 +4,7 @@ import socket
 import time
 
 import pytest
+from command_line import run_main
 
 from surgery.common.errors import SurgeryError
 from surgery.running import processes
@@ -56,6 +57,14 @@ def test_an_address_that_nobody_has(world, monkeypatch, rank, error):
 def test_the_first_process_listens_later_itself(world):
     world(RANK="0")
     check_launch()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("command", ["convert", "heads", "plan", "slice", "run"])
+def test_commands_of_one_process_say_so_once(world, monkeypatch, capsys, command, rank):
+    world(RANK=rank)
+    code, output, error = run_main(monkeypatch, capsys, command, "testbed-mla" if command == "run" else "builtin")
+    assert (code, output, "runs as one process" in error) == (1, "", rank == "0")
 
 
 def test_others_wait_for_it(world):

@@ -17,23 +17,15 @@ from surgery.heads.scorer import ScoringSession
 from surgery.heads.settings import HeadSettings
 from surgery.heads.ties import break_ties
 from surgery.running.attention_tap import AttentionCall, tap_attention
-from surgery.running.processes import Processes
 
 CHEAP = ("needle", "induction", "kvzip")
-
-
-class Backwards(Processes):
-    """Does the last item first: what several processes may do to the order of the work."""
-
-    def map(self, function, items, result=int):
-        return super().map(function, list(items)[::-1], result)[::-1]
 
 
 @pytest.fixture(scope="module")
 def session(tokenizer):
     ids = tokenize(tokenizer, HELD_OUT.read_text(encoding="utf-8")[:60_000])
 
-    def make(model, method="needle", length=128, processes=None, **settings):
+    def make(model, method="needle", length=128, **settings):
         settings = {"sinks": 4, "recent": 16, "facts": 3, "samples": 2, **settings}
         settings = HeadSettings(method=method, length=length, **settings)
         return ScoringSession(
@@ -43,9 +35,7 @@ def session(tokenizer):
             lambda count: random_windows(ids, count, length, 0, tokenizer.bos_token_id),
             lambda count: needle_sequences(tokenizer, ids, count, length, settings.facts, 0),
             0,
-            processes or Processes(),
             Progress(silent=True),
-            None,
         )
 
     return make
@@ -255,5 +245,3 @@ def test_finds_the_heads_that_retrieve(session, method):
     result = scorer(method)(session(model, method, length, sinks=16, recent=112))
     assert result.scores.shape == (6, 4) and result.scores.dtype == torch.float32
     assert {(5, 1), (3, 0), (4, 3)} <= best(result.scores, 3)
-    again = scorer(method)(session(model, method, length, Backwards(), sinks=16, recent=112))
-    assert torch.equal(result.scores, again.scores) and result.facts == again.facts

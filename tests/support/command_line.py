@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from processes import torchrun
 
 from surgery.cli import program as cli
 
@@ -27,13 +26,6 @@ def launch(*arguments, code: str = LAUNCH, cwd: Path = ROOT) -> subprocess.Compl
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
-
-
-def two_processes(*arguments) -> subprocess.CompletedProcess:
-    """`surgery ARGUMENTS` in two processes, as `accelerate launch` starts them; both have to end well."""
-    result = torchrun("-m", "surgery", *arguments)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result
 
 
 def listing(folder: Path) -> list[str]:

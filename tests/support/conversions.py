@@ -11,9 +11,9 @@ STRUCTURE_TARGETS = {name for name, target in TARGETS.items() if not target.fixe
 """Every target of `--to` but names of another's settings (`mqa`)."""
 
 
-def convert_checkpoint(source, out, settings, *, shared=False, progress=None, **options):
+def convert_checkpoint(source, out, settings, *, progress=None, **options):
     """Convert; options are fields of a request."""
-    return converter.convert(ConversionRequest(source, out, settings, **options), shared=shared, progress=progress)
+    return converter.convert(ConversionRequest(source, out, settings, **options), progress=progress)
 
 
 def results(out: Path) -> tuple[bytes, list]:

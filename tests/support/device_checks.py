@@ -51,30 +51,28 @@ def sums_of_a_sweep(device: torch.device) -> None:
     from surgery.calibration import kronecker
     from surgery.calibration.statistics import MomentAccumulator
     from surgery.families.attention import CapturedAttention
-    from surgery.running.processes import ALONE
 
     anatomy, x = random_layer()
     with WithoutValues(allow_non_fake_inputs=True):
         anatomy, x = anatomy.to(device), x.to(device)
-        moments = MomentAccumulator(anatomy, gradients=True, parts=2)
+        moments = MomentAccumulator(anatomy, gradients=True)
 
-        def add(part: int) -> None:
+        for _ in range(2):
             captured = CapturedAttention(anatomy, gradients=True)
             out, _ = captured(x.clone().requires_grad_())
             out.square().sum().backward()
-            moments.add(captured.projection, captured.inputs, part)
-
-        moments.collect(add)
+            moments.add(captured.projection, captured.inputs)
+            moments.end_part()
         sums = {name: value for name, value in moments._total.items() if name != "tokens"}
         assert {(value.device, value.dtype) for value in sums.values()} == {(device, torch.float64)}
         assert all(batch.device == CPU for parts in moments._held.values() for part in parts for batch in part)
 
-        rows, options = moments._held["rows"], {"device": device, "processes": ALONE}
-        weights = kronecker._unusual(rows, sums["moment"], **options)
+        rows = moments._held["rows"]
+        weights = kronecker._unusual(rows, sums["moment"], device)
         assert {weight.device for weight in weights} == {CPU}
-        moment = kronecker.weighted_moment(rows, weights, **options)
+        moment = kronecker.weighted_moment(rows, weights, device=device)
         assert (moment.device, moment.dtype) == (device, torch.float64)
-        assert kronecker.weighted_mean(rows, weights, **options).device == CPU
+        assert kronecker.weighted_mean(rows, weights, device=device).device == CPU
 
 
 def lags(device: torch.device) -> None:

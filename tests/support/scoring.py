@@ -6,18 +6,16 @@ import torch
 from sessions import Bars
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from surgery.heads.journal import Journal
 from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
 from surgery.heads.settings import HeadSettings
 from surgery.heads.streaming import mixed_output
 from surgery.running.attention_tap import tap_attention
-from surgery.running.processes import Processes
 
 SHAPE = {"sinks": 4, "recent": 12, "length": 96, "facts": 1}
 
 
-def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=None, **settings) -> ScoringSession:
+def scoring_session(checkpoint: Path, **settings) -> ScoringSession:
     """A session on random text, in float32 on the CPU."""
     options = HeadSettings(**{**SHAPE, **settings})
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().requires_grad_(False)
@@ -28,17 +26,7 @@ def scoring_session(checkpoint: Path, journal: Journal | None = None, processes=
     def needles(count: int):
         return needle_sequences(tokenizer, filler, count, options.length, options.facts, options.seed)
 
-    return ScoringSession(
-        model,
-        tokenizer,
-        options,
-        lambda count: drawn[:count],
-        needles,
-        options.seed,
-        processes or Processes(cpu=True),
-        Bars(),
-        journal or Journal(None, {}),
-    )
+    return ScoringSession(model, tokenizer, options, lambda count: drawn[:count], needles, options.seed, Bars())
 
 
 def streaming_heads(model, streams, sinks: int, recent: int):
