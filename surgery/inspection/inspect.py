@@ -13,6 +13,7 @@ from surgery.inspection.architecture import model_facts
 from surgery.inspection.converted import MODEL_TYPES, converted_facts
 from surgery.inspection.targets import forecast_targets, option_ranks, smallest_targets
 from surgery.running.kv_bytes import kv_bytes_of
+from surgery.running.plain_decoder import plain_config
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.kept_layers import converted_layers
@@ -53,7 +54,7 @@ def inspect_checkpoint(source: str | Path) -> Inspection:
     reader = open_model(source)
     if reader.config.get("model_type") in MODEL_TYPES:
         return Inspection(**converted_facts(reader, CONTEXTS))
-    opened = Source.of(reader, ConvertSettings())
+    opened = Source.of(reader, ConvertSettings(), config=plain_config(reader.config))
     windows = [opened.windows[layer] for layer in converted_layers(opened.stateful, opened.layers)]
     targets = forecast_targets(opened)
     return Inspection(

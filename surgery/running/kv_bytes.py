@@ -20,6 +20,7 @@ from surgery.model.configuration_surgery import SurgeryConfig
 from surgery.model.converted_decoder import cached_layers
 from surgery.model.parts import entries_of, part, parts_of
 from surgery.running.loading import LOADING
+from surgery.running.plain_decoder import PlainConvertedConfig, plain_config, plain_converted_config
 
 WINDOWLESS = ("deepseek_v3",)
 """Classes of transformers whose layers never have windows; one that it does not know has none either."""
@@ -66,7 +67,7 @@ def kv_shares(
 
 
 def kv_cache_bytes(
-    config: SurgeryConfig, batch: int, tokens: int, dtype: torch.dtype, prompt: int | None = None
+    config: SurgeryConfig | PlainConvertedConfig, batch: int, tokens: int, dtype: torch.dtype, prompt: int | None = None
 ) -> int:
     """Return what `kv_cache_bytes` of a model of the custom model class returns, without the model."""
     if any(entry.shares_cache for entry in entries_of(config)):
@@ -75,13 +76,13 @@ def kv_cache_bytes(
 
 
 @lru_cache(maxsize=32)  # plans and forecasts ask again and again of one config
-def _custom_config(config: str) -> SurgeryConfig:
+def _custom_config(config: str) -> SurgeryConfig | PlainConvertedConfig:
     """The configuration of a config.json, checked by the code of its parts."""
     values = json.loads(config)
     try:
         for name in parts_of({"base_model_type": None, **values}):
             import_module(f"surgery.model.{name}")
-        return SurgeryConfig(**arguments(values))
+        return plain_converted_config(values) or SurgeryConfig(**arguments(values))
     except LOADING as error:
         raise SurgeryError(str(error) or repr(error)) from None
 
@@ -89,8 +90,10 @@ def _custom_config(config: str) -> SurgeryConfig:
 def _stock_layers(config: dict[str, Any]) -> list[tuple[CacheLayerMixin, int]]:
     """Empty cache layers and their elements per token."""
     kind = config["model_type"]
-    if kind in WINDOWLESS or kind not in transformers.CONFIG_MAPPING:
+    whole = plain_config(config)
+    if whole is None and (kind in WINDOWLESS or kind not in transformers.CONFIG_MAPPING):
         return [(DynamicLayer(), width) for width in kv_widths(config)]
-    whole = transformers.CONFIG_MAPPING[kind](**arguments(config)).get_text_config(decoder=True)
+    whole = whole or transformers.CONFIG_MAPPING[kind](**arguments(config))
+    whole = whole.get_text_config(decoder=True)
     layers = zip(DynamicCache(config=whole).layers, kv_widths(whole.to_dict()), strict=True)
     return [(layer, width) for layer, width in layers if width]  # without those that keep a state

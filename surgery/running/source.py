@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from surgery.running.layer_stream import LayerStream, single_layer_config
 from surgery.running.loading import load_config
 from surgery.running.processes import Processes
 from surgery.running.unfused import open_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 OUTPUT = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.weight")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -73,10 +76,11 @@ class Source(Opened):
         reader: CheckpointReader,
         settings: RunSettings,
         family: Family | None = None,
+        config: PreTrainedConfig | None = None,
     ) -> Source:
-        """Build a source from an open reader, by default of its config's family."""
+        """Build a source from an open reader, by default of its config's family, and with transformers' config."""
         family = family or family_of(reader.config)
-        config = load_config(reader.path)
+        config = config or load_config(reader.path)
         if missing := [name for name in SIZES if hasattr(config, name) and reader.config.get(name) is None]:
             raise SurgeryError(f"{reader.source}/config.json: {missing[0]} is missing; add it, as it has no default")
         check_layers(config)

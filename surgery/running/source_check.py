@@ -22,6 +22,7 @@ from surgery.families import LATENT_FAMILIES, WHY_NOT
 from surgery.families.base import MTP_LAYERS
 from surgery.families.multimodal import MULTIMODAL
 from surgery.running.loading import causal_class, load_config, loading, without_initial_values
+from surgery.running.plain_decoder import is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,9 +66,12 @@ def open_source(source: str | Path, *, trust_remote_code: bool = False) -> Check
 def checked(reader: CheckpointReader) -> CheckpointReader:
     """Compare a checkpoint with its class; return it with its config.json corrected from the tensors.
 
-    It is returned unchanged if transformers lacks the class, if its family is refused by name, or if its weights have
-    an unsupported quantization. Raises SurgeryError: config and tensors contradict each other.
+    It is returned unchanged if it is a plain decoder, if transformers lacks the class, if its family is refused by
+    name, or if its weights have an unsupported quantization. Raises SurgeryError: config and tensors contradict each
+    other.
     """
+    if is_plain(reader):
+        return reader
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from surgery import model as own_model
