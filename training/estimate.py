@@ -4,24 +4,22 @@ With N_t the trainable parameters, N_f the student's frozen ones, N_s the teache
 compute dtype, B T the tokens of a batch, D the hidden size, L layers and p processes, the peak memory of a device is
 the sum of
 
-    trainable weights     4 N_t            fp32, whatever the compute dtype
-    gradients             4 N_t            twice that where DDP averages them
-    Adam's moments        8 N_t
-    frozen weights        c N_f
+    trainable weights     16 N_t           in fp32, with gradients and Adam's moments
+    other weights         c N_f
+    copies                c N_t below fp32, for autocast; 4 N_t for gradients where DDP averages them
     teacher               c N_s            none if its logits come from disk
     activations           c B T A          A: inputs and outputs of the layers' matrices; with gradient checkpointing
-                                           L D + the largest layer's; in the layer-wise stage the attentions' alone
+                                           L D + the largest layer's
     logits                6 chunks of fp32 logits
-    casts                 c N_t            autocast's copies of trainable weights, below fp32
 
-FSDP2 divides all but the teacher, activations and logits by p, and gathers two layers, embeddings and head. With
-`shard_teacher` it divides the teacher's layers too. FLOPs are 2 per token and matrix parameter for a forward pass, as
-many for gradients of inputs, and as many for gradients of trainable weights; the T² terms of attention are left out.
+FSDP2 divides all but the teacher, activations and logits by p, and copies two layers, embeddings and head. With
+`shard_teacher` it divides the teacher's layers too. FLOPs are 6 per token and matrix parameter of the student, 8 with
+gradient checkpointing, and 2 of the teacher; the T² terms of attention are left out.
 
 Compared with all allocations of PyTorch in a step of the demo model on a CPU (attention or all trained, fp32 or bf16,
 with and without gradient checkpointing, rows of 256 and 1,024 tokens), the estimated peak is off by -13% to +10%
 (`tests/training/test_estimate.py`). Left out: CUDA's context and fragmentation (a GiB or more), norms, softmax, masks,
-data, loading and saving.
+data, loading and saving. A layer-wise stage takes less.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from surgery.running.unfused import language_model
 from surgery.training.chunks import chunk_count
 from surgery.training.recording import decoder_of
 from surgery.training.settings import HealSettings
-from surgery.training.trainable import choose_parameters, in_attention
+from surgery.training.trainable import choose_parameters
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element by compute dtype."""
@@ -137,42 +135,31 @@ def _memory(
     student: PreTrainedModel, teacher: PreTrainedModel | None, settings: HealSettings, processes: int, *, sharded: bool
 ) -> dict[str, int]:
     """Compute the peak bytes of a device, by part."""
-    width, parts = WIDTHS[settings.dtype], processes if sharded else 1
-    trained = _size(student, trained=True)
+    width, parts, trained = WIDTHS[settings.dtype], processes if sharded else 1, _size(student, trained=True)
+    layers, rest = _layers_and_rest(student)
+    copies = 4 * trained if processes > 1 and not sharded else 0
+    copies += width * (2 * max(layers) + rest if sharded else trained * (width < 4))
     memory = {
         "weights that train": 4 * trained // parts,
         "gradients": 4 * trained // parts,
         "Adam's moments": 8 * trained // parts,
         "other weights": width * (_size(student) - trained) // parts,
+        "copies": copies,
     }
-    if processes > 1 and not sharded:
-        memory["gradients on their way"] = 4 * trained
     if teacher is not None and settings.teacher_logits is None:
-        layers, rest = _layers_and_rest(teacher)
-        memory["teacher"] = width * (sum(layers) // (processes if settings.shard_teacher else 1) + rest)
-    if sharded:
-        layers, rest = _layers_and_rest(student)
-        memory["gathered weights"] = width * (2 * max(layers) + rest)
-    elif width < 4:
-        memory["casts of weights"] = width * trained
-    memory["activations"] = width * settings.batch_size * settings.length * _activations(student, settings)
-    if not settings.weights().layerwise:
-        vocabulary = student.get_output_embeddings().weight.shape[0]
-        positions = settings.batch_size * settings.length
-        rows = -(-positions // chunk_count(positions, vocabulary))
-        memory["logits"] = LOGIT_TENSORS * 4 * rows * vocabulary
+        of_layers, others = _layers_and_rest(teacher)
+        memory["teacher"] = width * (sum(of_layers) // (processes if settings.shard_teacher else 1) + others)
+    positions, vocabulary = settings.batch_size * settings.length, student.get_output_embeddings().weight.shape[0]
+    memory["activations"] = width * positions * _activations(student, checkpointing=settings.gradient_checkpointing)
+    memory["logits"] = LOGIT_TENSORS * 4 * -(-positions // chunk_count(positions, vocabulary)) * vocabulary
     return memory
 
 
-def _activations(student: PreTrainedModel, settings: HealSettings) -> int:
+def _activations(student: PreTrainedModel, *, checkpointing: bool) -> int:
     """Count the elements that a token keeps for the backward pass: A of the module docstring."""
     hidden = student.get_input_embeddings().weight.shape[1]
-    decoder = decoder_of(student)
-    if settings.weights().layerwise:  # gradients end in the attention modules, whose inputs and outputs are recorded
-        inside = [each for name, each in decoder.layers.named_parameters() if each.ndim >= 2 and in_attention(name)]
-        return 3 * hidden * len(decoder.layers) + sum(_width(matrix, student) for matrix in inside)
-    layers = [sum(_width(matrix, student) for matrix in _matrices(layer)) for layer in decoder.layers]
-    return len(layers) * hidden + max(layers) if settings.gradient_checkpointing else sum(layers)
+    layers = [sum(_width(matrix, student) for matrix in _matrices(layer)) for layer in decoder_of(student).layers]
+    return len(layers) * hidden + max(layers) if checkpointing else sum(layers)
 
 
 def _width(matrix: torch.Tensor, model: PreTrainedModel) -> int:
@@ -183,18 +170,15 @@ def _width(matrix: torch.Tensor, model: PreTrainedModel) -> int:
 
 def _flops_per_token(student: PreTrainedModel, teacher: PreTrainedModel | None, settings: HealSettings) -> int:
     """Count the FLOPs of a token: forward and backward pass of the student, forward pass of the teacher."""
-    passes = 3 if settings.gradient_checkpointing else 2
-    flops = 2 * (passes * _active_parameters(student) + _active_parameters(student, trained=True))
-    return flops + (0 if teacher is None else 2 * _active_parameters(teacher))
+    passes = 4 if settings.gradient_checkpointing else 3
+    return 2 * passes * _active_parameters(student) + (0 if teacher is None else 2 * _active_parameters(teacher))
 
 
-def _active_parameters(model: PreTrainedModel, *, trained: bool = False) -> int:
-    """Count the active matrix parameters of a token in layers and head; with ``trained`` only the trainable ones."""
+def _active_parameters(model: PreTrainedModel) -> int:
+    """Count the active matrix parameters of a token in layers and head."""
     share = share_of_experts(model.config)
     matrices = [*_matrices(decoder_of(model).layers), model.get_output_embeddings().weight]
-    return sum(
-        round(each.numel() * (share if each.ndim == 3 else 1)) for each in matrices if each.requires_grad or not trained
-    )
+    return sum(round(each.numel() * (share if each.ndim == 3 else 1)) for each in matrices)
 
 
 def _matrices(module: torch.nn.Module) -> list[torch.Tensor]:

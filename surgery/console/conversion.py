@@ -94,14 +94,10 @@ def _show_plan(plan, called: str, healing) -> None:
     _show_target(page, plan.target, plan.out)
     memory, device = plan.memory, plan.memory["device_bytes"]
     rows = [
-        ("output", size(disk["output_bytes"]), f"{size(disk['output_free_bytes'])} free"),
-        (
-            "temporary files",
-            size(disk["temporary_bytes"]),
-            f"{disk['temporary_folder']}, {size(disk['temporary_free_bytes'])} free",
-        ),
-        ("memory", size(memory["host_bytes"]), _parts(memory["host_parts"])),
-        *([("accelerator memory", size(device), _parts(memory["device_parts"]))] if device else []),
+        ("output", size(disk["output_bytes"]), f"{size(disk['free_bytes'])} free"),
+        ("temporary files", size(disk["temporary_bytes"]), disk["temporary_folder"]),
+        ("memory", size(memory["host_bytes"]), ""),
+        *([("accelerator memory", size(device), "")] if device else []),
         ("time", *_time(work, plan.settings["device"])),
     ]
     page.print(make_table(["estimate", Column("", align="right"), Column("", align="left")], rows))
@@ -182,9 +178,3 @@ def class_and_why(model_type: str, reasons: list[str]) -> str:
     """Describe the model class of a result and the reasons for it."""
     why = "; ".join(reasons)
     return plain(f"custom model class: {why}" if model_type in OWN_CLASSES else f"model class {model_type}: {why}")
-
-
-def _parts(parts: dict[str, int]) -> str:
-    """Format the three largest parts of a memory estimate."""
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {size(amount)}" for name, amount in largest)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from surgery.checkpoint.named_models import name_of
-from surgery.common.human import count, duration, share, size
+from surgery.common.human import count, duration, per_token, share, size
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
 from surgery.console.page import make_table, new_page, plain, print_json, typed
@@ -71,6 +71,7 @@ def show_estimate(page: Console, plan) -> None:
         f"{settings['dtype']}, on {devices} {'device' if devices == 1 else 'devices'}"
         f"{', sharded' if estimate['sharded'] else ''}"
     )
+    page.print(f"KV cache: {per_token(plan.kv_bytes_per_token)} per token, unchanged by healing")
     memory = [*estimate["memory"].items(), ("peak", estimate["peak_bytes"])]
     page.print(make_table(["memory per device", Column("", "", size)], memory))
     disk, work = plan.disk, plan.work

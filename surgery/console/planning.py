@@ -99,7 +99,12 @@ def show_forecast(forecast, *, as_json: bool = False) -> None:
         if time is None
         else f"about {duration(time)} (rough estimate)"
     )
-    page.print(f"{took}; the best candidates are also measured at sizes around the budget")
+    memory = size(forecast.memory["host_bytes"] + forecast.memory["device_bytes"])
+    page.print(
+        f"{took}, {memory} of memory, {size(forecast.temporary_bytes)} of temporary files; the best candidates are "
+        "also measured at sizes around the budget",
+        soft_wrap=True,
+    )
     show_next(page, ["the same command without --dry-run"])
 
 

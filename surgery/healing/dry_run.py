@@ -15,7 +15,11 @@ from surgery.common.progress import Progress
 from surgery.healing.heal import HealRequest, training_settings, with_teacher
 from surgery.healing.launchers import count_processes, is_sharded
 from surgery.model import register
+from surgery.running.kv_bytes import kv_bytes_of
+from surgery.running.source import attention_dtype
 from surgery.running.source_check import open_source
+from surgery.running.unfused import language_model
+from surgery.structures.base import LONG
 from surgery.structures.dry_run import measure_speed
 from surgery.structures.estimates import seconds_of
 from surgery.training.estimate import config_of, estimate
@@ -26,13 +30,14 @@ from surgery.training.preparation import COMPUTED, PRECISIONS
 class HealingPlan:
     """Dry run of a healing, as JSON values: settings, estimate, disk bytes of the result and checkpoints, and work.
 
-    ``work`` is FLOPs, FLOP/s of this machine and estimated seconds; None if a launcher may use other machines or only
-    time limits the run.
+    ``kv_bytes_per_token`` is the student's, which healing leaves unchanged. ``work`` is FLOPs, FLOP/s of this machine
+    and estimated seconds; None if a launcher may use other machines or only time limits the run.
     """
 
     student: str
     out: str
     settings: dict[str, Any]
+    kv_bytes_per_token: float
     estimate: dict[str, Any]
     disk: dict[str, int]
     work: dict[str, float | None]
@@ -67,6 +72,7 @@ def plan_healing(request: HealRequest) -> HealingPlan:
     seconds = seconds_of(costs.total_flops, rate)
     if settings.max_seconds is not None:
         seconds = min(settings.max_seconds, seconds or settings.max_seconds)
+    decoder = language_model(student)
     weights = sum(student.info(name).nbytes for name in student.names())
     # Trainable weights and two moments in fp32; a new checkpoint is written before the oldest is removed.
     checkpoints = (settings.keep_last + 1) * 12 * costs.parameters["trained"]
@@ -74,6 +80,7 @@ def plan_healing(request: HealRequest) -> HealingPlan:
         settings.student,
         str(out),
         as_json(settings.to_dict()),
+        kv_bytes_of(decoder.config, attention_dtype(decoder))(LONG) / LONG,
         costs.to_dict(),
         {"output_bytes": weights, "checkpoint_bytes": checkpoints, "free_bytes": free_bytes(out.absolute().parent)},
         {"total_flops": costs.total_flops, "flops_per_second": rate, "estimated_seconds": seconds},

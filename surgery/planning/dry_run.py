@@ -31,6 +31,7 @@ class PlanForecast:
         candidates: those of the first round, the largest first. Later rounds try the best ones at sizes around the
             budget.
         refused: reasons of refused candidates, by name.
+        memory, temporary_bytes: estimated peak memory of host and device, and disk space next to the plan file.
         work: FLOPs, measured FLOP/s, and estimated seconds.
     """
 
@@ -40,6 +41,8 @@ class PlanForecast:
     batch: int
     candidates: list[dict[str, Any]]
     refused: dict[str, str]
+    memory: dict[str, int]
+    temporary_bytes: int
     work: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def forecast_plan(source: str | Path, settings: PlanSettings, *, called: str | N
     own = engine_formats(opened, settings, called, candidates.refused)
     weighed = sorted([*sized, *own], key=lambda each: -each.kv_bytes)
     whole = candidates.source_bytes
-    demand = Demand(0, statistics=bool(sized), gradients=True, results=round(ON_ALL * len(weighed)))
+    demand = Demand(round(ON_ALL * len(weighed)), calibrates=bool(sized))
     work = Workload.of(opened, settings, requested_tokens(opened, settings), demand)
     return PlanForecast(
         source={"path": called, "kv_bytes": whole},
@@ -73,5 +76,7 @@ def forecast_plan(source: str | Path, settings: PlanSettings, *, called: str | N
             {"name": each.name, "kv_bytes": each.kv_bytes, "kv_ratio": each.kv_bytes / whole} for each in weighed
         ],
         refused=candidates.refused,
+        memory=work.memory(),
+        temporary_bytes=work.temporary_bytes,
         work=work.estimate(measure_speed(opened.stream.device, opened.stream.dtype)),
     )

@@ -79,7 +79,9 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
         with progress.step(1, STEPS):
             texts = load_texts(structure.opened, settings, progress)
         forecast = structure.forecast()
-        progress.expect(Workload.of(structure.opened, settings, texts.counts(), forecast.demand).phase_flops())
+        workload = Workload.of(structure.opened, settings, texts.counts(), forecast.demand)
+        workload.check_memory()
+        progress.expect(workload.phase_flops())
         facts = {"texts": texts.hashes(), "version": __version__, "settings": settings.to_dict()}
         modes = {"overwrite": request.overwrite, "restart": request.restart}
         with progress.step(1, STEPS):

@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from surgery.running.kv_bytes import kv_shares
 from surgery.running.models import tokenizer_of
 from surgery.running.source import OwnSource, Source, is_absent
 from surgery.structures.base import Structure
-from surgery.structures.estimates import Workload
+from surgery.structures.estimates import NoMemory, Workload
 from surgery.structures.kept_layers import converted_layers
 from surgery.structures.kv_bytes import source_kv_bytes
 from surgery.structures.registry import target_of
@@ -40,9 +41,10 @@ class ConversionPlan:
         splits: splits of the budget that would be tried, with their KV bytes per token (MLA).
         kv: KV bytes per token of the source and of the result (the largest of the splits).
         target: target class, reasons for it, and engines; ``frequencies_known``: whether these are known already.
-        disk: bytes of the output and of temporary files, and the free space for each.
+        disk: bytes of the output and of temporary files next to it, and the free space.
         work: floating point operations, measured speed and estimated time; no time for a device that is not present.
-        refusal: error that would end a valid conversion on this machine: not enough disk space. None if there is none.
+        refusal: error that would end a valid conversion on this machine: too small a disk or memory. None if there is
+            none.
     """
 
     source: dict
@@ -73,7 +75,8 @@ def plan_conversion(
 
     Calibration text is read to find errors in it; ``self`` samples, which need the whole model, are not drawn.
     ``outline`` is a folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which
-    later dry runs can start. Raises SurgeryError as the conversion would before it computes, except for a full disk.
+    later dry runs can start. Raises SurgeryError as the conversion would before it computes, except for too small a
+    disk or memory.
     """
     silent, absent = Progress(silent=True), is_absent(settings.device)
     here = replace(settings, device="cpu") if absent else settings
@@ -82,15 +85,14 @@ def plan_conversion(
     if isinstance(opened, Source):
         for layer in converted_layers(opened.stateful, opened.layers):
             opened.anatomy(layer)  # raises for weights that are not finite
-    refusal = None
-    try:  # the constructor checks the output and writes nothing
-        CheckpointWriter(out, forecast.tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
-    except NoSpace as error:
-        refusal = str(error)
-
     tokens = _tokens(opened, settings)
     weights = sum(spec.nbytes for spec in forecast.tensors.values())
-    work = Workload.of(opened, settings, tokens, forecast.demand)
+    work, refusal = Workload.of(opened, settings, tokens, forecast.demand), None
+    try:  # the constructor checks the output and writes nothing
+        CheckpointWriter(out, forecast.tensors, max_shard_size=settings.max_shard_size, overwrite=overwrite)
+        work.check_memory()
+    except (NoSpace, NoMemory) as error:
+        refusal = str(error)
     if absent:
         work, speed = replace(work, on_host=False), None
     else:
@@ -170,17 +172,12 @@ def requested_tokens(opened: Source | OwnSource, settings: ConversionSettings) -
     }
 
 
-def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -> dict[str, int]:
-    sidecars = sum(path.stat().st_size for path in opened.reader.sidecars())
-    free = free_bytes(out.parent)
+def _disk(opened: Source | OwnSource, out: Path, weights: int, work: Workload) -> dict[str, Any]:
     return {
-        "output_bytes": weights + sidecars + REPORT_BYTES,
-        "output_free_bytes": free,
-        "boundary_bytes": work.boundary_bytes,
-        "statistics_bytes": work.statistics_bytes,
-        "temporary_bytes": work.boundary_bytes + work.statistics_bytes,
-        "temporary_free_bytes": free,
+        "output_bytes": weights + sum(path.stat().st_size for path in opened.reader.sidecars()) + REPORT_BYTES,
+        "temporary_bytes": work.temporary_bytes,
         "temporary_folder": f"{out}.partial",
+        "free_bytes": free_bytes(out.parent),
     }
 
 

@@ -211,13 +211,7 @@ class PackedRows(Structure[Source, Settings]):
             kv_bytes_per_token=bytes_at(first + 1) - bytes_at(first) if first else bytes_at(1),
             model_type=MODEL_TYPE,
             reasons=[self.reason],
-            demand=Demand(
-                cached=max(sum(TokenFormat(runs).channels for runs in rows) for rows in plans.values()),
-                statistics=True,
-                gradients=True,
-                steps=1,
-                exact=len(self.exact_stages),
-            ),
+            demand=Demand(stages=1 + len(self.exact_stages), merges=bool(self.exact_stages)),
         )
 
     def gather(self, work: ConversionContext) -> None:

@@ -115,7 +115,14 @@ def plan(step: Step, where: str) -> Action:
         at = checkpoint_of(source, finished)
         _plan_unless_done(path, at, plan_settings, progress, restart=finished.restart)
 
-    return Action(do)
+    def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
+        from surgery.planning.dry_run import forecast_plan
+
+        dry_run = forecast_plan(checkpoint_of(source, finished), settings)
+        memory, seconds = dry_run.memory, dry_run.work["estimated_seconds"]
+        return Expected(seconds, memory["host_bytes"], memory["device_bytes"], temporary=dry_run.temporary_bytes)
+
+    return Action(do, forecast)
 
 
 def _convert_unless_done(request: ConversionRequest, progress: Progress) -> None:

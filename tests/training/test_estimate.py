@@ -138,7 +138,7 @@ def test_processes_share_what_is_sharded():
     for name in ("weights that train", "other weights", "gradients", "Adam's moments"):
         assert shards.memory[name] == alone.memory[name] // 4 and copies.memory[name] == alone.memory[name]
     assert both.memory["teacher"] < shards.memory["teacher"] == alone.memory["teacher"]
-    assert "gradients on their way" in copies.memory
+    assert copies.memory["copies"] == copies.memory["gradients"] and not alone.memory["copies"]
     assert copies.tokens_per_step == 4 * alone.tokens_per_step
 
 
@@ -149,7 +149,6 @@ def test_operations_are_two_a_parameter_and_pass():
     passed = matrices - config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)
     assert result.tokens == 5 * 3 * BATCH * TOKENS
     assert result.total_flops == result.tokens * (6 + 2) * passed  # the student's and the teacher's
-    assert llama(train="attention").total_flops < llama(train="all").total_flops
     assert llama(max_tokens=None, max_seconds=60).total_flops is None
     with pytest.raises(SurgeryError, match="dtype auto depends on the device"):
         llama(dtype="auto")

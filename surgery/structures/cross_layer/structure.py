@@ -95,11 +95,7 @@ class CrossLayer(Structure[Source, CrossLayerSettings]):
             kv_bytes_per_token=kv_bytes_of(config, opened.weight_dtype)(LONG) / LONG,
             model_type=MODEL_TYPE,
             reasons=[REASON],
-            demand=Demand(
-                cached=self._cached_elements(self._entries[0]) // (self._groups[0][1] - self._groups[0][0]),
-                statistics=self.settings.method == "xkv",
-                gradients=True,
-            ),
+            demand=Demand(calibrates=self.settings.method == "xkv"),
         )
 
     def gather(self, work: ConversionContext) -> None:

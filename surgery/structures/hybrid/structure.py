@@ -95,7 +95,7 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
             kv_bytes_per_token=kv_bytes,
             model_type=config["model_type"],
             reasons=[REASON],
-            demand=Demand(cached=round(kv_bytes / opened.layers / opened.weight_dtype.itemsize)),
+            demand=Demand(calibrates=False),
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:

@@ -107,14 +107,14 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
 
     def forecast(self) -> Forecast:
         opened, first, carrier = self.opened, self.opened.first, self._carrier
-        width, source = first.head_dim + first.value_dim, kv_bytes_of(opened.reader.config, first.q.dtype)(1)
+        source = kv_bytes_of(opened.reader.config, first.q.dtype)(1)
         return Forecast(
             config=carrier.config,
             tensors=self._planned_tensors(),
             kv_bytes_per_token=source // first.kv_heads * self._kv_heads,
             model_type=carrier.model_type,
             reasons=[carrier.reason],
-            demand=Demand(cached=self._kv_heads * width, statistics=True, gradients=True),
+            demand=Demand(),
         )
 
     def gather(self, work: ConversionContext) -> None:

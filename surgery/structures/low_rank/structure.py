@@ -148,7 +148,7 @@ class LowRank(Structure[Source, LowRankSettings]):
             kv_bytes_per_token=bytes_at(exact + 1) - bytes_at(exact),
             model_type=MODEL_TYPE,
             reasons=[REASON],
-            demand=Demand(cached=rank, statistics=True, gradients=True, steps=int(bool(settings.window))),
+            demand=Demand(stages=1 + bool(settings.window)),
         )
 
     def gather(self, work: ConversionContext) -> None:

@@ -183,11 +183,6 @@ def search_plans(plans: list[MLAPlan], losses_of: Callable[[list[MLAPlan]], list
     return losses
 
 
-def max_trials(count: int) -> int:
-    """Return the largest number of plans that `search_plans` tries of ``count``: half of them and one more."""
-    return min(count, (count + 3) // 2)
-
-
 def try_plans(
     plans: list[MLAPlan],
     opened: Source,

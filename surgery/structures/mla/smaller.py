@@ -123,7 +123,7 @@ class SmallerMLA(Structure[Source, ConvertSettings]):
             kv_bytes_per_token=kv_bytes_of(config, self.opened.weight_dtype)(1),
             model_type=writes.model_type,
             reasons=writes.reasons(),
-            demand=Demand(cached=writes.rank + writes.rope_dim, statistics=True, gradients=True, exact=1),
+            demand=Demand(stages=2, merges=True),
         )
 
     def gather(self, work: ConversionContext) -> None:

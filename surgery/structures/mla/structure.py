@@ -36,16 +36,7 @@ from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla.budget import candidate_splits
 from surgery.structures.mla.forecast import SplitForecast, forecast_split
 from surgery.structures.mla.output import all_tensors, carrier_of, refuse_longrope, reserved_numbers
-from surgery.structures.mla.plans import (
-    ROTATION_WEIGHTS,
-    SPLIT_SEQUENCES,
-    UNTRIED_WEIGHT,
-    MLAPlan,
-    Planner,
-    max_trials,
-    search_plans,
-    try_plans,
-)
+from surgery.structures.mla.plans import UNTRIED_WEIGHT, MLAPlan, Planner, search_plans, try_plans
 from surgery.structures.mla.quantized import QuantizedMLA, exact_forms
 from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerReport, mla_target
 from surgery.structures.mla.settings import ConvertSettings
@@ -119,29 +110,18 @@ class MLA(Structure[Source, ConvertSettings]):
 
     def forecast(self) -> Forecast:
         """Forecast the split with the largest cache; before :meth:`plan` the rotary frequencies may be unknown."""
-        opened, settings, method = self.opened, self.settings, mla.METHODS[self.settings.method]
+        opened, settings = self.opened, self.settings
         forecasts = [forecast_split(opened, split, settings) for split in self.splits]
         largest = max(forecasts, key=lambda each: each.kv_bytes_per_token)
         carrier = self._carrier or largest.carrier
         spreads = settings.spreads and not self.stock
-        plans = len(ROTATION_WEIGHTS) if spreads and len(self.splits) > 1 else len(self.splits)
         return Forecast(
             config=carrier.writer.config(opened.reader.config),
             tensors=all_tensors(opened, carrier.writer, self.kept),
             kv_bytes_per_token=largest.kv_bytes_per_token,
             model_type="deepseek_v3" if carrier.stock else "surgery",
             reasons=list(carrier.reasons),
-            demand=Demand(
-                cached=max(split.rank + split.rope_dim for split in self.splits),
-                statistics=True,
-                gradients=method.gradients,
-                lags=method.lags,
-                steps=1,
-                exact=len(EXACT_STAGES),
-                splits=plans if method.folds else max_trials(plans),
-                split_sequences=SPLIT_SEQUENCES,
-                rescales=carrier.stock and carrier.writer.rescale != 1.0,
-            ),
+            demand=Demand(stages=len(EXACT_STAGES) + len(LOSSY_STAGES), merges=True),
             splits=[] if spreads else [_split_facts(each) for each in forecasts],
             settled=largest.frequencies_known,
             engines=largest.engines,

@@ -91,7 +91,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
             kv_bytes_per_token=kv_bytes,
             model_type=smaller.config["model_type"],
             reasons=self._origin.target["reasons"],
-            demand=Demand(cached=round(kv_bytes / opened.layers / dtype.itemsize), results=len(self._candidates)),
+            demand=Demand(stages=len(self._candidates), calibrates=False),
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:

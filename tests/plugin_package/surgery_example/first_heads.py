@@ -75,7 +75,7 @@ class FirstHeads(Structure):
             kv_bytes_per_token=self._width * self.opened.layers,
             model_type=self._carrier.model_type,
             reasons=[self._carrier.reason],
-            demand=Demand(cached=self._width),
+            demand=Demand(calibrates=False),
         )
 
     def plan(self, work):
