@@ -27,8 +27,8 @@ CLASSES["plan"] = PlanSettings
 FLAGS = {
     "convert": "allocate batch-size bits block calibration calibration-length calibration-tokens carrier "
     "compensated config context device dry-run dtype engine freqfold group-size heads "
-    "held-out json keep-statistics kv-heads kv-lora-rank kv-ratio latent-norm "
-    "max-shard-size method out overwrite qk-rope-head-dim rank rank-multiple recall recent rope-dim "
+    "held-out json keep-statistics kv-heads kv-lora-rank kv-ratio "
+    "max-shard-size method out overwrite qk-rope-head-dim rank recall recent rope-dim "
     "rope-frequencies seed sinks streaming text-field to window",
     "slice": "allocate batch-size device dtype json kv-ratio max-shard-size out overwrite",
     "heads": "config device dtype facts json learning-rate length method out overwrite "
@@ -146,9 +146,9 @@ def test_a_wrong_setting_of_a_file_is_told_by_its_name_there(line, message, tmp_
 
 
 def test_values_are_of_the_settings_kinds(monkeypatch, capsys):
-    arguments = ["--to", "lowrank", "--rank", "1e2", "--rank-multiple", "4", "--dtype", "bf16"]
+    arguments = ["--to", "lowrank", "--rank", "1e2", "--dtype", "bf16"]
     settings, err = asked_of(monkeypatch, capsys, *arguments)
-    assert (settings.rank, settings.rank_multiple, settings.dtype) == (100, 4, "bfloat16")
+    assert (settings.rank, settings.dtype) == (100, "bfloat16")
     assert err == "surgery: error: seen enough\n"
     assert asked_of(monkeypatch, capsys, "--rope-dim", "auto")[0].rope_dim is None
     assert asked_of(monkeypatch, capsys, "--qk-rope-head-dim", "8")[0].rope_dim == 8

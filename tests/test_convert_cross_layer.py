@@ -147,7 +147,7 @@ def test_converted_checkpoints_are_refused(converted, tmp_path):
         ("mistral_window", {}, "sliding window"),
         ("llama", {"calibration": "none"}, "requires calibration text"),
         ("llama", {"rank": 40}, "must be fewer than the source's 64"),
-        ("llama", {"kv_ratio": 0.1, "rank_multiple": 32}, "at least one multiple"),
+        ("llama", {"kv_ratio": 0.001}, "and at least one"),
         ("llama", {"method": "minicache", "kv_ratio": 0.5}, "has a fixed ratio"),
     ],
 )

@@ -6,10 +6,11 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from loading import run_elsewhere
-from safetensors.torch import load_file
-from tiny_models import CONFIGS, SHORT_TEXT, tokens
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS, SHAPE, SHORT_TEXT, make_checkpoint, tokens
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from surgery.architectures.own_family import has_head_dim
 from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy
@@ -25,6 +26,21 @@ FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_w
 
 def load(path, **options):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A Llama of four KV heads, the first two with large keys."""
+    shape = {**SHAPE, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    folder = tmp_path_factory.mktemp("wide")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIGS, "wide", lambda: LlamaConfig(**shape, rms_norm_eps=1e-6, tie_word_embeddings=True))
+        make_checkpoint(folder, "wide")
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        weights[f"model.layers.{layer}.self_attn.k_proj.weight"][:8] *= 3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture
@@ -116,6 +132,30 @@ def test_a_ratio_is_one_of_whole_heads():
 def test_heads_that_do_not_divide_are_refused_on_loading(heads):
     with pytest.raises(ValueError, match=f"4 query heads must be a multiple of {heads} KV heads"):
         SurgeryConfig.from_base(CONFIGS["llama"](), [None, {"kind": "grouped", "kv_heads": heads}])
+
+
+def test_key_norm_deals_query_heads(wide, tmp_path):
+    result = convert_checkpoint(wide, tmp_path / "out", KVHeadsSettings(**QUICK, method="key-norm", kv_heads=2))
+    config = AutoConfig.from_pretrained(result.path)
+    # Six query heads for the larger keys; groups of eight, as all heads have to divide the hidden size of 32.
+    assert [layer.queries for layer in result.report.layers] == [(6, 2), (6, 2)]
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (16, 2, 4)
+    assert config.model_type == "llama" and result.report.kv["ratio"] == 0.5
+    queries = load_file(result.path / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    messages = queries.view(16, -1).abs().amax(1) > 0
+    assert messages.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 8, 9]
+    assert type(load(result.path)).__name__ == "LlamaForCausalLM"
+
+
+def test_query_heads_are_added_only_where_the_config_tells_their_width():
+    assert [name for name in FAMILIES if not has_head_dim(CONFIGS[name]())] == ["qwen2", "qwen2_window"]
+
+
+def test_key_norm_of_one_head_is_mean_pool(converted):
+    first, second = (
+        load_file(converted("qwen2", method=method).path / "model.safetensors") for method in ("key-norm", "mean-pool")
+    )
+    assert set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_targets_take_their_own_settings():

@@ -65,14 +65,14 @@ def test_the_result_loads_without_the_package(converted, name, kind, tmp_path):
 
 def test_ranks_follow_the_allocation(converted):
     ranks = {
-        allocate: converted("llama", allocate=allocate, kv_ratio=0.25, rank_multiple=2).report.target["ranks"]
+        allocate: converted("llama", allocate=allocate, kv_ratio=0.25).report.target["ranks"]
         for allocate in ("uniform", "spectrum")
     }
     assert len(set(ranks["uniform"])) == 1
     assert all(
         sum(result) == sum(ranks["uniform"]) and not any(rank % 2 for rank in result) for result in ranks.values()
     )
-    assert converted("llama", kv_ratio=0.25, rank_multiple=2).report.target["ranks"] == ranks["spectrum"]
+    assert converted("llama", kv_ratio=0.25).report.target["ranks"] == ranks["spectrum"]
 
 
 def test_weights_alone(converted):

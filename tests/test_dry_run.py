@@ -44,7 +44,7 @@ CASES = {
     "crosslayer xkv": ("llama", {"method": "xkv", "group_size": 2, "kv_ratio": 0.5, **TEXT}),
     "crosslayer cascade": ("llama", {"method": "cascade", "group_size": 2, "kv_ratio": 0.5, **TEXT}),
     "hybrid": ("llama", {"streaming": 1, "sinks": 2, "recent": 8, "context": 100, **TEXT}),
-    "quantized": ("qwen2", {"bits": 4, **TEXT}),
+    "quantized": ("qwen2", TEXT),
     "slice": ("llama", {"kv_ratio": 0.25, **WEIGHTS}),
 }
 

@@ -205,7 +205,7 @@ def test_an_engine_without_tied_embeddings_gets_them_twice(checkpoints, tmp_path
     for number, eps in enumerate((1e-6, 1e-5)):
         source = make_checkpoint(tmp_path / f"source{number}", "llama")
         edit_config(source, rms_norm_eps=eps)
-        settings = ConvertSettings(engine="mlx", kv_ratio=0.5, calibration="none", latent_norm="tiny")
+        settings = ConvertSettings(engine="mlx", kv_ratio=0.5, calibration="none")
         result = convert_checkpoint(source, tmp_path / f"out{number}", settings)
         assert result.report.verification["logit_difference_to_simulation"] < 1e-4
         results, before = CheckpointReader.open(result.path), CheckpointReader.open(source)

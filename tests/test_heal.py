@@ -68,8 +68,8 @@ def pair_of(checkpoints, conversions):
     """A source and what was converted from it."""
 
     def make(kind):
-        name = "llama_bias" if kind == "constant" else "llama"
-        settings = GQA if kind == "gqa" else ConvertSettings(**MLA, latent_norm=kind)
+        name = "llama3" if kind == "constant" else "llama"
+        settings = GQA if kind == "gqa" else ConvertSettings(**MLA)
         return checkpoints(name), conversions(name, settings).path
 
     return make

@@ -35,8 +35,8 @@ OLD = Path(__file__).with_name("old_checkpoints") / "mla-stock"
 SMALL = {**SHORT_TEXT, "kv_lora_rank": 12, "rope_dim": 4, "carrier": "stock"}
 KINDS = {
     "tiny": ("llama", {}),
-    "tiny with biases": ("llama_bias", {"latent_norm": "tiny"}),
-    "constant": ("llama_bias", {"latent_norm": "constant"}),
+    "tiny with biases": ("llama_bias", {}),
+    "constant": ("llama3", {}),
 }
 NF4 = (-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626)
 NF4 = torch.tensor((*NF4, 0.723, 1.0), dtype=torch.float64)
@@ -238,8 +238,6 @@ def test_a_float16_source_becomes_what_engines_serve(checkpoints, tmp_path):
         assert config["dtype"] == (dtype or "float16")
         exported = GGUFModel.of(CheckpointReader.open(result.path))
         assert not any(tensor.tiny for tensor in exported.tensors())
-    with pytest.raises(SurgeryError, match="latent_norm"):
-        ConvertSettings(engine="vllm", latent_norm="constant")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -23,7 +23,8 @@ PLAIN = {
         "group",
         "keys",
     ),
-    "convert --to mla": ("hadamard", "rope_bits"),
+    "convert --to mla": ("hadamard", "rope_bits", "latent_norm"),
+    "convert --to lowrank": ("rank_multiple",),
     "convert --to hybrid": ("streaming_bits", "granularity", "heads_multiple"),
     "eval": ("repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes", *RULER),
     "heal": ("peak_tflops", "utilization", "orthogonal", "train_patterns", "patience", "attention", "lora_modules"),
@@ -61,7 +62,6 @@ LINES |= {f"{to} carrier": ["convert", "builtin", "--to", to, "--carrier=decilm"
 LINES |= {f"objective {name}": ["heal", "builtin", "--config", "{file}"] for name in OBJECTIVES}
 LINES |= {
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
-    "method key-norm": ["convert", "builtin", "--to", "gqa", "--method", "key-norm"],
     "method procrustes": ["convert", "builtin", "--to", "gqa", "--method", "procrustes"],
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],

@@ -30,7 +30,6 @@ def choose_carrier(
     obstacles: Sequence[str],
     *,
     choice: str,
-    latent_norm: str,
     head_sizes: tuple[int, int, int] | None,
     tied: bool,
 ) -> Carrier:
@@ -42,9 +41,7 @@ def choose_carrier(
     if choice == "own":
         return Carrier(OwnMLA(spec), ("set by --carrier own",))
     if not obstacles:
-        return Carrier(
-            StockMLA.choose(config, spec, latent_norm, head_sizes, tied), ("stock deepseek_v3 holds it exactly",)
-        )
+        return Carrier(StockMLA.choose(config, spec, head_sizes, tied), ("stock deepseek_v3 holds it exactly",))
     if choice == "stock":
         raise SurgeryError(f"stock deepseek_v3 cannot hold this model: {'; '.join(obstacles)}; use --carrier own")
     return Carrier(OwnMLA(spec), tuple(obstacles))

@@ -87,22 +87,19 @@ class StockMLA:
         cls,
         config: dict,
         spec: MLASpec,
-        latent_norm: str = "auto",
         head_sizes: tuple[int, int, int] | None = None,
         tied: bool = True,
     ) -> StockMLA:
         """Choose the variant that loads in the most engines.
 
-        ``auto``: tiny latent if the source's eps is 1e-6. Otherwise tiny latent with a rescaled residual stream if the
+        A tiny latent if the source's eps is 1e-6. Otherwise a tiny latent with a rescaled residual stream if the
         result then loads everywhere (no biases, default RoPE), else constant channel, which changes no other tensor.
         """
         eps = config.get("rms_norm_eps", TINY_EPS)
         same_eps = math.isclose(eps, TINY_EPS, rel_tol=1e-6)
-        if latent_norm == "auto":
-            portable = not (spec.query_bias or spec.latent_bias or spec.output_bias)
-            portable = portable and default_theta(spec.inv_freq[0]) is not None
-            latent_norm = "tiny" if same_eps or portable else "constant"
-        norm = neutral_norm(latent_norm, spec.ranks[0], spec.dtype)
+        portable = not (spec.query_bias or spec.latent_bias or spec.output_bias)
+        portable = portable and default_theta(spec.inv_freq[0]) is not None
+        norm = neutral_norm("tiny" if same_eps or portable else "constant", spec.ranks[0], spec.dtype)
         rescale = 1.0 if same_eps or norm.kind == "constant" else math.sqrt(TINY_EPS / eps)
         return cls(spec, norm, rescale, head_sizes, untied=not tied and bool(config.get("tie_word_embeddings")))
 

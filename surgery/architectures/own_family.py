@@ -1,16 +1,17 @@
 """Fewer KV heads: choice of the target architecture, and names and shapes of its tensors, which are the source's.
 
-The target is the source's class with another ``num_key_value_heads``, or the custom model class if a family has none.
+The target is the source's class with another ``num_key_value_heads``, or the custom model class for families without.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
-from surgery.architectures.custom_class import MODEL_TYPE, own_config
+from surgery.architectures import custom_class
+from surgery.architectures.custom_class import own_config
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.checkpoint.config_file import with_legacy_rope_keys
 from surgery.families import FAMILIES
@@ -33,13 +34,23 @@ class Carrier:
     custom_class: bool = False
 
 
-def choose_carrier(source: dict[str, Any], kv_heads: int) -> Carrier:
-    """Choose the target architecture for a smaller number of KV heads in every layer."""
-    if FAMILIES[source["model_type"]].renamed is None:
+def choose_carrier(source: dict[str, Any], layers: int, kv_heads: int) -> Carrier:
+    """Choose the target architecture for this number of KV heads in every layer."""
+    if FAMILIES[source["model_type"]].renamed is None:  # its class has a number of KV heads
         config = with_legacy_rope_keys({**source, "num_key_value_heads": kv_heads})
         return Carrier(source["model_type"], OWN_FAMILY, config)
-    own = own_config(source, [GroupedEntry(kv_heads=kv_heads)] * source["num_hidden_layers"])
-    return Carrier(MODEL_TYPE, NO_KV_HEADS, own, custom_class=True)
+    entries = [GroupedEntry(kv_heads=kv_heads)] * layers
+    return Carrier(custom_class.MODEL_TYPE, NO_KV_HEADS, own_config(source, entries), custom_class=True)
+
+
+def has_head_dim(config: object) -> bool:
+    """Return whether the class of a transformers config has a ``head_dim`` field."""
+    return "head_dim" in {field.name for field in fields(type(config))}
+
+
+def config_with_query_heads(config: dict[str, Any], heads: int, head_dim: int) -> dict[str, Any]:
+    """Return a family's config.json with another number of query heads of the same ``head_dim``."""
+    return {**config, "num_attention_heads": heads, "head_dim": head_dim}
 
 
 def planned_attention(

@@ -1,7 +1,7 @@
 """Slicing of a converted checkpoint to fewer latents: rows and columns of its tensors, and config.json.
 
 Conversions sort the latents of a block by importance (nested ranks, MatryoshkaKV, arXiv:2410.14731). Slicing changes no
-value, except for the factor of the norm in a stock class with a constant channel.
+value.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from surgery.architectures import deepseek_v3
-from surgery.architectures.custom_class import layer_entries
-from surgery.architectures.neutral_norm import NeutralNorm, constant_norm, recognized_norm
+from surgery.architectures.custom_class import MODEL_TYPE, layer_entries
 from surgery.checkpoint import CheckpointReader, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.families.base import ATTENTION_PREFIX
@@ -31,16 +28,14 @@ Ranks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """Slice of a tensor: indices to keep along one dimension, and a factor on the slice."""
+    """Slice of a tensor: indices to keep along one dimension."""
 
     dim: int
     kept: tuple[int, ...]
-    factor: float = 1.0
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the slice of a tensor, in its dtype."""
-        part = tensor.index_select(self.dim, torch.tensor(self.kept))
-        return part if self.factor == 1.0 else (part.double() * self.factor).to(part.dtype)
+        return tensor.index_select(self.dim, torch.tensor(self.kept))
 
     def spec(self, spec: TensorSpec) -> TensorSpec:
         """Return the dtype and shape of the slice."""
@@ -51,10 +46,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class LatentModel:
-    """Checkpoint whose attention caches latents: the custom model class, or stock ``deepseek_v3``, which has a norm."""
+    """Checkpoint of the custom model class whose attention caches latents."""
 
     config: dict
-    norm: NeutralNorm | None
 
     @classmethod
     def of(cls, reader: CheckpointReader) -> LatentModel:
@@ -64,11 +58,11 @@ class LatentModel:
         """
         path, config = reader.path, reader.config
         kind = config.get("model_type")
-        if kind == deepseek_v3.MODEL_TYPE:
-            return cls(config, _stock_norm(path, reader))
-        if kind != "surgery":
+        if kind != MODEL_TYPE:
             raise SurgeryError.at(
-                path, f"model_type {kind!r} has no latents to slice; convert it with --to lowrank or --to mla"
+                path,
+                f"model_type {kind!r} cannot be sliced; convert the source with --to lowrank, or with --to mla "
+                "--carrier own and --kv-lora-rank",
             )
         if config.get("kv_cache"):
             raise SurgeryError.at(path, "its KV cache is quantized; slice its source, then quantize")
@@ -80,16 +74,11 @@ class LatentModel:
                     f"layer {index} has {named_kind} attention, without ordered latents; convert its "
                     "source again with a smaller --kv-ratio",
                 )
-        return cls(config, None)
-
-    @property
-    def stock(self) -> bool:
-        """True for a stock transformers class."""
-        return self.norm is not None
+        return cls(config)
 
     @cached_property
     def entries(self) -> list[LayerEntry]:
-        """Config entries of all layers, for the custom model class."""
+        """Config entries of all layers."""
         return layer_entries(self.config)
 
     @property
@@ -98,34 +87,19 @@ class LatentModel:
 
     @property
     def ranks(self) -> Ranks:
-        if self.stock:
-            return ((self.config["kv_lora_rank"] - self.norm.extra,),) * self.layers
         return tuple(entry.ranks for entry in self.entries)
 
     def rope_dim(self, layer: int) -> int:
         """Return the rotary dimensions that a layer caches per token next to its latents."""
-        if self.stock:
-            return self.config["qk_rope_head_dim"]
         return getattr(self.entries[layer], "rope_dim", 0)
 
     def fixed(self, layer: int) -> int:
         """Return the elements that a layer caches per token in addition to its latents."""
-        if self.stock:
-            return self.norm.extra + self.rope_dim(layer)
         entry = self.entries[layer]
         return entry.width(SimpleNamespace(**self.config)) - sum(entry.ranks)
 
     def sliced(self, ranks: Ranks) -> LatentModel:
-        """Return the model with the first ``ranks`` latents of each block.
-
-        Raises SurgeryError: the stock class has one rank for all layers.
-        """
-        if self.stock:
-            if len(set(ranks)) > 1:
-                raise SurgeryError(f"stock {deepseek_v3.MODEL_TYPE} needs one rank for all layers, not {ranks}")
-            ((rank,), *_) = ranks
-            norm = constant_norm(rank) if self.norm.extra else self.norm
-            return LatentModel({**self.config, "kv_lora_rank": rank + norm.extra}, norm)
+        """Return the model with the first ``ranks`` latents of each block."""
         layers = []
         for entry, new_ranks in zip(self.entries, ranks, strict=True):
             if isinstance(entry, LatentEntry):
@@ -135,21 +109,14 @@ class LatentModel:
             layer = len(layers)
             shared_rank = sum(sum(other) for other in ranks[layer - entry.shared_layers : layer])
             layers.append(replace(entry, blocks=blocks, shared_rank=shared_rank))
-        return LatentModel({**self.config, "attention_layers": [entry.to_entry() for entry in layers]}, None)
+        return LatentModel({**self.config, "attention_layers": [entry.to_entry() for entry in layers]})
 
     def kept_rows(self, layer: int, ranks: Ranks) -> tuple[int, ...]:
         """Return the rows of a layer's down projection that a slice keeps, rotary ones included."""
-        return self.cuts(layer, ranks)[self.down_name + ".weight"].kept
-
-    @property
-    def down_name(self) -> str:
-        """Name of the projection whose first outputs are the latents."""
-        return "kv_a_proj_with_mqa" if self.stock else "kv_down"
+        return self.cuts(layer, ranks)["kv_down.weight"].kept
 
     def cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
         """Return the cuts of a layer's attention tensors by name within the layer; a tensor may be absent."""
-        if self.stock:
-            return self._stock_cuts(layer, ranks)
         if isinstance(self.entries[layer], LowRankEntry):
             return self._low_rank_cuts(layer, ranks)
         ((rank,), (new_rank,)) = self.ranks[layer], ranks[layer]
@@ -171,17 +138,6 @@ class LatentModel:
             columns = (*shared, *range(sum(before), sum(before) + rank))
             cuts |= {f"{kind}_up.{number}": Cut(1, columns) for kind in ("key", "value")}
         return cuts
-
-    def _stock_cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
-        width, new = self.config["kv_lora_rank"], self.sliced(ranks).norm
-        latent_rows = (*range(ranks[layer][0]), *range(width - self.norm.extra, width))
-        rows = (*latent_rows, *range(width, width + self.rope_dim(layer)))
-        return {
-            "kv_a_proj_with_mqa.weight": Cut(0, rows),
-            "kv_a_proj_with_mqa.bias": Cut(0, rows),
-            "kv_a_layernorm.weight": Cut(0, latent_rows, new.weight / self.norm.weight),
-            "kv_b_proj.weight": Cut(1, latent_rows, self.norm.gain / new.gain),
-        }
 
 
 def planned_tensors(reader: CheckpointReader, model: LatentModel, ranks: Ranks) -> dict[str, TensorSpec]:
@@ -211,23 +167,3 @@ def _first_indices(sizes: Iterable[int], counts: Sequence[int]) -> tuple[int, ..
         indices += range(start, start + count)
         start += size
     return tuple(indices)
-
-
-def _stock_norm(path: Path, reader: CheckpointReader) -> NeutralNorm:
-    """Return the neutral norm of a stock checkpoint's latents.
-
-    Raises SurgeryError: a latent norm is real, as in DeepSeek's own models, or norms differ between layers.
-    """
-    norms, width = set(), reader.config["kv_lora_rank"]
-    for layer in range(reader.config["num_hidden_layers"]):
-        prefix = ATTENTION_PREFIX.format(layer=layer)
-        bias = prefix + "kv_a_proj_with_mqa.bias"
-        weight = reader.tensor(prefix + "kv_a_layernorm.weight")
-        norms.add(recognized_norm(weight, reader.tensor(bias)[:width] if bias in reader else None))
-    if len(norms) != 1 or None in norms:
-        raise SurgeryError.at(
-            path,
-            "its latents have a norm over all of them, so none can be dropped; only deepseek_v3 "
-            "checkpoints made by surgery convert --to mla can be sliced",
-        )
-    return norms.pop()

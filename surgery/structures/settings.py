@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
+from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
-
-Allocation = Literal["uniform", "spectrum"]
 
 FIRST_TOKENS = 4
 """Default number of full-precision first tokens of packed rows: attention sinks need more bits than other tokens."""
@@ -49,12 +47,6 @@ class RowSettings(ConversionSettings):
     def ending(self, target: str) -> str:
         """Return the ending of the default output name, with "-bits" for packed rows."""
         return f"{target}-bits" if self.bits == "auto" else target
-
-
-def check_spectrum(settings: ConversionSettings) -> None:
-    """Raise SurgeryError if ranks are allocated by spectrum without the loss metric that makes layers comparable."""
-    if settings.allocate == "spectrum" and (settings.method != "fisher" or settings.calibration == NO_CALIBRATION):
-        raise SurgeryError("allocate spectrum requires method fisher and calibration text", setting="allocate")
 
 
 def refuse_changed(changed: Mapping[str, bool], reason: str) -> None:

@@ -26,25 +26,21 @@ from torch import Tensor
 from surgery.common.errors import SurgeryError
 
 
-def water_fill(spectra: list[Tensor], total: int, minimum: int = 1, multiple: int = 1) -> list[int]:
-    """Allocate ranks that drop the least total energy, with multiples of ``multiple`` that sum to at most ``total``.
+def water_fill(spectra: list[Tensor], total: int) -> list[int]:
+    """Allocate ranks of at least 1 that drop the least total energy and sum to ``total``.
 
-    Energies, descending by layer or block, must be comparable, as in a Fisher metric. The saving of each further
-    multiple descends too, so taking the largest savings first is optimal. A remainder below one multiple stays unspent.
+    Energies, descending by layer or block, must be comparable, as in a Fisher metric. The saving of each further rank
+    descends too, so taking the largest savings first is optimal.
 
-    Raises ValueError: ``total`` is less than the minima together or more than the number of energies, or a spectrum is
-    shorter than the minimum.
+    Raises ValueError: ``total`` is less than the number of spectra, or more than the number of energies.
     """
     sizes = [len(spectrum) for spectrum in spectra]
-    least = -(-minimum // multiple)  # from here on in multiples
-    limits = [size // multiple for size in sizes]
-    if not least * multiple * len(spectra) <= total <= sum(sizes) or min(limits) < least:
-        kind = "ranks" if multiple == 1 else f"ranks in multiples of {multiple}"
-        raise ValueError(f"{total} {kind} cannot be allocated to {len(spectra)} layers of {sizes} dimensions")
-    saved = [s[: n * multiple].view(n, multiple).sum(-1)[least:] for s, n in zip(spectra, limits, strict=True)]
-    owner = torch.cat([torch.full((len(part),), i) for i, part in enumerate(saved)])
-    owners = owner[torch.cat(saved).argsort(descending=True, stable=True)[: total // multiple - least * len(spectra)]]
-    return [(least + int((owners == i).sum())) * multiple for i in range(len(spectra))]
+    if not len(spectra) <= total <= sum(sizes) or not min(sizes):
+        raise ValueError(f"{total} ranks cannot be allocated to {len(spectra)} layers of {sizes} dimensions")
+    owner = torch.cat([torch.full((len(spectrum) - 1,), i) for i, spectrum in enumerate(spectra)])
+    saved = torch.cat([spectrum[1:] for spectrum in spectra])
+    owners = owner[saved.argsort(descending=True, stable=True)[: total - len(spectra)]]
+    return [1 + int((owners == i).sum()) for i in range(len(spectra))]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ kv-heads     rank 1, plain error          rank e, plain error           adjacent
 mean-pool    mean                         mean                          adjacent
 ============ ============================ ============================= =========
 
-Sources: mean-pool, GQA (arXiv 2305.13245); kv-heads, arXiv 2406.07056.
+Sources: mean-pool, GQA (arXiv 2305.13245); kv-heads, arXiv 2406.07056. Key-driven query allocation (arXiv 2408.08454)
+starts from mean-pool; see :mod:`surgery.transforms.key_norm`.
 """
 
 from __future__ import annotations
@@ -75,12 +76,13 @@ class MergedLayer:
     Attributes:
         anatomy: the source's shapes, except for the number of KV heads; query heads are in the order of ``groups``.
         groups: the source's KV heads that each KV head replaces.
+        key_error, value_error: None if the query heads of a group read keys that their original key is not part of.
     """
 
     anatomy: AttentionAnatomy
     groups: tuple[Group, ...]
-    key_error: float
-    value_error: float
+    key_error: float | None
+    value_error: float | None
 
 
 def merge_kv_heads(

@@ -169,17 +169,14 @@ def method_named(name: str) -> Method:
     return METHODS[name]
 
 
-def blocks_for(
-    method: str, anatomy: AttentionAnatomy, rank: int, *, key_rank: int | None = None, multiple: int = 1
-) -> tuple[Block, ...]:
-    """Split a layer's budget into blocks of latents, at most ``rank`` in total, in multiples of ``multiple``.
+def blocks_for(method: str, anatomy: AttentionAnatomy, rank: int, *, key_rank: int | None = None) -> tuple[Block, ...]:
+    """Split a layer's budget into blocks of latents, ``rank`` in total.
 
     ``key_rank`` is for layouts that separate keys and values; by default half, or more if the values cannot use theirs.
     The method "think" keeps all values and uses the rest for keys. Raises SurgeryError: the budget does not suit the
     method.
     """
     layout = method_named(method).layout
-    rank -= 0 if layout == "channels" else rank % multiple
     heads = tuple(range(anatomy.kv_heads))
     keys, values = anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim
     if not 1 <= rank <= keys + values:
@@ -201,16 +198,15 @@ def blocks_for(
         groups = [heads[start : start + PALU_HEADS] for start in range(0, len(heads), PALU_HEADS)]
     if key_rank is None:
         key_rank = max(rank // 2, rank - values)
-    key_rank -= key_rank % multiple
-    value_rank, least = rank - key_rank, len(groups) * multiple
+    value_rank, least = rank - key_rank, len(groups)
     if not (least <= key_rank <= keys and least <= value_rank <= values):
         raise SurgeryError(
             f"ranks {key_rank} for keys and {value_rank} for values are not possible: "
             f"choose {least} to {keys} and {least} to {values}"
         )
     sizes = [len(group) for group in groups]
-    key_ranks = proportional(sizes, key_rank, multiple, maximum=[n * anatomy.head_dim for n in sizes])
-    value_ranks = proportional(sizes, value_rank, multiple, maximum=[n * anatomy.value_dim for n in sizes])
+    key_ranks = proportional(sizes, key_rank, maximum=[n * anatomy.head_dim for n in sizes])
+    value_ranks = proportional(sizes, value_rank, maximum=[n * anatomy.value_dim for n in sizes])
     return (
         *(Block(r, group, ()) for r, group in zip(key_ranks, groups, strict=True)),
         *(Block(r, (), group) for r, group in zip(value_ranks, groups, strict=True)),
@@ -240,17 +236,15 @@ def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -
 
 
 def palu_ranks(
-    information: Sequence[tuple[float, float]], anatomy: AttentionAnatomy, total: int, multiple: int = 1
+    information: Sequence[tuple[float, float]], anatomy: AttentionAnatomy, total: int
 ) -> list[tuple[int, int]]:
     """Allocate ranks for keys and values per layer in proportion to Fisher information (Palu's "fisher_uniform").
 
-    ``total`` limits the elements per token of all layers, which have the shape of ``anatomy``; ``multiple`` divides the
-    ranks of a group of heads. Raises SurgeryError: the budget is less than the minima together.
+    ``total`` limits the elements per token of all layers, which have the shape of ``anatomy``. Raises SurgeryError: it
+    is less than the minima together.
     """
     groups = -(-anatomy.kv_heads // PALU_HEADS)
     widths = (anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim)
     weights = [part for pair in information for part in pair]
-    ranks = proportional(
-        weights, total, multiple * groups, minimum=multiple * groups, maximum=list(widths) * len(information)
-    )
+    ranks = proportional(weights, total, groups, minimum=groups, maximum=list(widths) * len(information))
     return list(zip(ranks[::2], ranks[1::2], strict=True))

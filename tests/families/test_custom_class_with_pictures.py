@@ -26,7 +26,7 @@ STRUCTURES = {
     "mla": {**SHORT_TEXT, **HALF},
     "lowrank": {**SHORT_TEXT, **HALF},
     "hybrid": {"calibration": "none", "streaming": 1.0, "sinks": 2, "recent": 6},
-    "quantized": {**SHORT_TEXT, "batch_size": 2, "bits": 8},
+    "quantized": {**SHORT_TEXT, "batch_size": 2},
 }
 WINDOWED = ("gemma3", "qwen3_5", "qwen3_5_moe")
 """Models of which some layers keep a window or a state."""
@@ -227,8 +227,8 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
         ("qwen3_vl", "mla", {"method": "transmla"}, "merges neighboring rotary pairs"),
         ("llava", "mla", {"carrier": "stock"}, "cannot hold this model: the source has a vision tower"),
         ("llava", "mla", {"engine": "llama.cpp"}, "llama.cpp cannot serve it"),
-        ("gemma3", "quantized", {"bits": 8}, "sliding window"),
-        ("qwen3_5", "quantized", {"bits": 8}, "sliding window or a"),
+        ("gemma3", "quantized", {}, "sliding window"),
+        ("qwen3_5", "quantized", {}, "sliding window or a"),
     ],
 )
 def test_what_it_cannot_hold_is_refused(picture_models, tmp_path, name, to, settings, reason):

@@ -221,9 +221,8 @@ def test_without_text_the_weights_choose(checkpoints, tmp_path):
 @pytest.mark.parametrize("norm", ["tiny", pytest.param("constant", marks=pytest.mark.slow)])
 def test_what_was_converted_before_becomes_smaller_again(checkpoints, tmp_path, norm):
     """Convert sources whose norms do nothing, by eps or by a channel of a large constant."""
-    settings = {"llama_bias": {"latent_norm": "constant"}, "llama": {"latent_norm": "tiny"}}
-    name = "llama" if norm == "tiny" else "llama_bias"
-    options = ConvertSettings(**SHORT_TEXT, kv_lora_rank=16, rope_dim=4, **settings[name])
+    name = "llama" if norm == "tiny" else "llama3"
+    options = ConvertSettings(**SHORT_TEXT, kv_lora_rank=16, rope_dim=4)
     first = convert_checkpoint(checkpoints(name), tmp_path / "first", options)
     extra = int(norm == "constant")
     again = convert_checkpoint(first.path, tmp_path / "again", ConvertSettings(**SHORT_TEXT, kv_lora_rank=12))
@@ -258,7 +257,6 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         ({"keep_layers": "0"}, "one rank for all layers"),
         ({"carrier": "own"}, "it keeps its class"),
         ({"bits": "auto"}, "rows of its latents are not supported yet"),
-        ({"latent_norm": "tiny"}, "keep their own norm"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

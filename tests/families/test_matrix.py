@@ -29,12 +29,12 @@ from surgery.structures.quantized.settings import QuantizedSettings
 
 BATCH = {"batch_size": 2}
 STRUCTURES: dict[str, Callable] = {
-    "mla": lambda: ConvertSettings(**SHORT_TEXT, **BATCH, kv_ratio=0.5, latent_norm="tiny"),
+    "mla": lambda: ConvertSettings(**SHORT_TEXT, **BATCH, kv_ratio=0.5, allocate="uniform"),
     "gqa": lambda: KVHeadsSettings(**SHORT_TEXT, **BATCH),
     "lowrank": lambda: LowRankSettings(**SHORT_TEXT, **BATCH, kv_ratio=0.5),
     "crosslayer": lambda: CrossLayerSettings(**SHORT_TEXT, method="xkv", group_size=2, block=16, batch_size=2),
     "hybrid": lambda: HybridSettings(calibration="none", streaming=1.0, sinks=2, recent=6),
-    "quantized": lambda: QuantizedSettings(**SHORT_TEXT, **BATCH, bits=8),
+    "quantized": lambda: QuantizedSettings(**SHORT_TEXT, **BATCH),
 }
 WINDOWED = "mla", "gqa", "lowrank"
 """Targets that take sliding windows, and layers that keep a state."""
@@ -182,7 +182,7 @@ ROWS = {"kv_ratio": 0.5, "bits": "auto"}
     ("name", "settings"),
     [
         ("gpt_oss_window", ConvertSettings(**SHORT_TEXT, **ROWS)),
-        ("llama4_window", QuantizedSettings(**SHORT_TEXT, bits=8)),
+        ("llama4_window", QuantizedSettings(**SHORT_TEXT)),
     ],
 )
 @torch.no_grad()

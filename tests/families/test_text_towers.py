@@ -189,7 +189,8 @@ def test_what_holds_a_language_model_alone_is_refused(picture_models, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_is_refused_for_pictures(picture_models, tmp_path):
-    with pytest.raises(SurgeryError, match="runs in transformers only"):
-        convert_checkpoint(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**SHORT_TEXT, engine="vllm"))
+@pytest.mark.parametrize("settings", [{"method": "key-norm"}, {"engine": "vllm"}], ids=str)
+def test_what_would_be_of_another_class_is_refused(picture_models, tmp_path, settings):
+    with pytest.raises(SurgeryError, match="keeps its class"):
+        convert_checkpoint(picture_models("qwen2_5_vl"), tmp_path / "out", KVHeadsSettings(**SHORT_TEXT, **settings))
     assert list(tmp_path.iterdir()) == []

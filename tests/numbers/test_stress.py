@@ -24,7 +24,7 @@ REQUESTS = {
     "lowrank": {"kv_ratio": 0.5},
     "crosslayer": {"kv_ratio": 0.5, "group_size": 2},
     "hybrid": {"streaming": 1},
-    "quantized": {"bits": 4},
+    "quantized": {},
 }
 assert set(REQUESTS) == STRUCTURE_TARGETS
 ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"

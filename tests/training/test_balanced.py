@@ -73,8 +73,8 @@ def test_latents_after_a_norm_of_their_own_stay(checkpoints, name):
 @pytest.mark.parametrize("kind", ["tiny", "constant"])
 def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
     """The constant channel and what reads it stay; all that trains has entries of one size on both sides."""
-    source = checkpoints("llama_bias" if kind == "constant" else "llama")
-    settings = {"kv_lora_rank": 12, "rope_dim": 4, "latent_norm": kind, "carrier": "stock", "calibration": "none"}
+    source = checkpoints("llama3" if kind == "constant" else "llama")
+    settings = {"kv_lora_rank": 12, "rope_dim": 4, "carrier": "stock", "calibration": "none"}
     path = convert_checkpoint(source, tmp_path / "stock", ConvertSettings(**settings)).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rules = factors_of(lr_multipliers(CheckpointReader.open(str(path))), model, "test")

@@ -6,7 +6,7 @@ from tiny_models import ALL, OWN_SOFTMAX
 
 from surgery.calibration.statistics import LayerStatistics
 from surgery.families import attention
-from surgery.kernels.mla_decode.reference import ragged_latent_attention
+from surgery.kernels.mla_decode.reference import causal_mask, shared_attention
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms import mla
@@ -60,8 +60,9 @@ def test_simulation_equals_the_kernel_reference(case):
     basis = bases(anatomy.kv_heads, anatomy.head_dim)["fisher"]
     form = latent_form(anatomy, basis, torch.tensor([0, 3]))
     latent, rope_key = form.compress(x)
-    options = {"key_gain": anatomy.project_key_gain(x), "window": anatomy.window}
-    mixture, _ = ragged_latent_attention(form.queries(x), latent, rope_key, anatomy.scale, **options)
+    visible = causal_mask(x.shape[1], x.shape[1], anatomy.window, x.device)[None]
+    gain = anatomy.project_key_gain(x)
+    mixture, _ = shared_attention(form.queries(x), latent, rope_key, anatomy.scale, visible, gain)
     torch.testing.assert_close(torch.einsum("bthr,her->bthe", mixture, form.value_up), form.attend(x))
 
 

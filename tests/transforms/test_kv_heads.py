@@ -17,6 +17,7 @@ from surgery.families.rope import phases, rotate, to_complex, to_real
 from surgery.running.source import Source
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.transforms.head_grouping import cheapest_groups, partition_count, partitions, reorder_kv_heads
+from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import METHODS, merge_kv_heads
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -217,3 +218,33 @@ def test_refusals(checkpoints):
     normed = layer_of(checkpoints, "qwen3")
     with pytest.raises(SurgeryError, match="q/k-norm"):
         merge_kv_heads(normed, statistics, 1)
+
+
+def test_query_heads_are_dealt_by_norms_of_the_pooled_keys():
+    assert deal_queries(torch.tensor([3.0, 1.0]), 8) == [6, 2]
+    assert deal_queries(torch.tensor([100.0, 1.0]), 8) == [7, 1]
+    assert deal_queries(torch.tensor([1.0, 1.0, 1.0, 1.0]), 8) == [2, 2, 2, 2]
+    with pytest.raises(SurgeryError):
+        deal_queries(torch.ones(4), 3)
+    layer, kv_heads = random_layer(), 2
+    keys = layer.project(inputs_of(layer)).k.unflatten(2, (kv_heads, -1)).mean(3)
+    expected = keys.square().sum(-1).mean((0, 1)).sqrt()
+    torch.testing.assert_close(pooled_key_norms(layer, statistics_of(layer), kv_heads), expected)
+
+
+def test_padded_groups_compute_what_unequal_groups_do_and_divide_the_hidden_size():
+    layer = replace(random_layer(), sinks=random(H, seed=70))
+    pooled = merge_kv_heads(layer, statistics_of(layer), 2, "mean-pool").anatomy
+    counts = [6, 2]
+    padded = pad_groups(pooled, counts, 7)
+    assert (padded.heads, padded.kv_heads) == (14, 2)
+    # Every query head with a copy of the key and value that it reads.
+    repeat = torch.tensor(counts)
+    copies = {name: getattr(pooled, name).repeat_interleave(repeat, dim=0) for name in ("k", "v", "k_bias", "v_bias")}
+    x = inputs_of(pooled, seed=50)
+    torch.testing.assert_close(output(padded, x), output(replace(pooled, **copies), x))
+    assert (output(padded, x) - output(pooled, x)).abs().max() > 1e-3
+    assert padded_group(6, 2, 32) == 8
+    assert padded_group(4, 2, 32) == 4
+    with pytest.raises(SurgeryError, match="exceed the hidden size"):
+        padded_group(20, 2, 32)

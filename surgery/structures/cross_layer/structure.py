@@ -286,12 +286,11 @@ def shared_rank(full: int, layers: int, settings: CrossLayerSettings, rotary_ele
     """
     ratio = (0.5 if rotary_elements else 0.25) if settings.kv_ratio is None else settings.kv_ratio
     rank = settings.rank * layers if settings.rank else int(ratio * (full + rotary_elements) + 1e-9) - rotary_elements
-    rank -= rank % settings.rank_multiple
     if not 1 <= rank < full:
         stays = f" next to {rotary_elements} of rotary keys, which stay" if rotary_elements else ""
         raise SurgeryError(
-            f"{rank} elements per token for {layers} layers (in multiples of {settings.rank_multiple}): must be fewer "
-            f"than the source's {full}{stays}, and at least one multiple"
+            f"{rank} elements per token for {layers} layers: must be fewer "
+            f"than the source's {full}{stays}, and at least one"
         )
     return rank
 

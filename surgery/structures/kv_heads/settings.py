@@ -10,7 +10,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
 
-Method = Literal["fisher", "kv-heads", "mean-pool"]
+Method = Literal["fisher", "kv-heads", "mean-pool", "key-norm"]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Two sweeps over calibration text gather statistics; then one pass merges the hea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,12 @@ from transformers import PreTrainedConfig
 from surgery.architectures.own_family import (
     attention_tensors,
     choose_carrier,
+    config_with_query_heads,
+    has_head_dim,
     planned_attention,
 )
+from surgery.calibration.library import StatisticsLibrary
+from surgery.calibration.statistics import LayerStatistics
 from surgery.checkpoint import CheckpointWriter, TensorSpec
 from surgery.common.errors import SurgeryError
 from surgery.common.human import short
@@ -34,7 +38,8 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.stages import StageTracker
-from surgery.transforms.kv_heads import merge_kv_heads
+from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
+from surgery.transforms.kv_heads import MergedLayer, merge_kv_heads
 
 MERGED = "merged"
 
@@ -49,15 +54,17 @@ class HeadsLayerReport:
 
     Attributes:
         groups: the source's KV heads that each KV head replaces.
-        key_error, value_error: predicted errors.
+        key_error, value_error: predicted errors; None for method key-norm, which reassigns query heads.
         measured: relative output error of the layer's attention on the source's inputs, at the merged stage.
+        queries: number of query heads of each KV head, for method key-norm.
     """
 
     layer: int
     groups: tuple[tuple[int, ...], ...]
-    key_error: float
-    value_error: float
+    key_error: float | None
+    value_error: float | None
     measured: dict[str, float]
+    queries: tuple[int, ...] | None = None
 
     @staticmethod
     def columns() -> tuple[str, ...]:
@@ -68,19 +75,25 @@ class HeadsLayerReport:
         return groups, short(self.key_error), short(self.value_error)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Heads of the result: KV heads, query heads, and query heads of each KV head by layer if these differ."""
+
+    kv_heads: int
+    heads: int
+    queries: list[list[int]] | None = None
+
+
 class KVHeads(Structure[Source, KVHeadsSettings]):
-    """Conversion to fewer KV heads; the result stays in the source's family."""
+    """Conversion to fewer KV heads, the same number in every layer."""
 
     keeps_class = True
 
     def __init__(self, opened: Source, settings: KVHeadsSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        if opened.reader.stored_names and settings.engine is not None:
-            raise SurgeryError(
-                f"--engine: not supported for a vision-language model ({opened.reader.stored_as}), which runs in "
-                "transformers only. Drop the option",
-                setting="engine",
-            )
+        config = opened.reader.config
+        if opened.reader.stored_names:
+            _check_multimodal(opened.reader.stored_as, settings)
         if opened.qk_norm:
             raise SurgeryError(
                 "KV heads with a q/k-norm cannot be merged, as factors do not pass the norm: convert --to mla instead"
@@ -91,9 +104,12 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
                 "some layers have a recurrent state and no KV heads, which merging does not support: convert --to "
                 "lowrank or --to mla"
             )
-        self._carrier = choose_carrier(opened.reader.config, self._kv_heads)
-        if settings.engine is not None:
-            refuse_unless_loadable(settings.engine, self._carrier.config)
+        if settings.method == "key-norm" and self._kv_heads > 1 and not has_head_dim(opened.config):
+            raise SurgeryError(
+                f"method key-norm adds query heads, and {config['model_type']} configs have no head_dim, which "
+                "would be needed to keep their size: choose another method",
+                setting="method",
+            )
 
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
@@ -106,12 +122,13 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         return {"": half_the_heads}
 
     def forecast(self) -> Forecast:
-        opened, first, carrier = self.opened, self.opened.first, self._carrier
-        source = kv_bytes_of(opened.reader.config, first.q.dtype)(1)
+        """Forecast the conversion; the number of heads does not depend on the calibration."""
+        opened, first = self.opened, self.opened.first
+        carrier = choose_carrier(opened.reader.config, opened.layers, self._kv_heads)
         return Forecast(
             config=carrier.config,
-            tensors=self._planned_tensors(),
-            kv_bytes_per_token=source // first.kv_heads * self._kv_heads,
+            tensors=_planned_tensors(opened, _Plan(self._kv_heads, first.heads), first.head_dim),
+            kv_bytes_per_token=kv_bytes_of(opened.reader.config, first.q.dtype)(1) // first.kv_heads * self._kv_heads,
             model_type=carrier.model_type,
             reasons=[carrier.reason],
             demand=Demand(),
@@ -122,27 +139,35 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         work.gather()
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
-        return self._planned_tensors()
+        """Assign query heads to the KV heads and choose the target class."""
+        opened, settings, first = self.opened, self.settings, self.opened.first
+        self._plan = _plan_heads(opened, self._kv_heads, work.library, settings)
+        config = opened.reader.config
+        if self._plan.heads != first.heads:
+            config = config_with_query_heads(config, self._plan.heads, first.head_dim)
+        self._carrier = choose_carrier(config, opened.layers, self._kv_heads)
+        if settings.engine is not None:
+            refuse_unless_loadable(settings.engine, self._carrier.config)
+        return _planned_tensors(opened, self._plan, first.head_dim)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
-        statistics = work.library.load(layer)[0]
-        merged = merge_kv_heads(anatomy, statistics, self._kv_heads, self.settings.method).anatomy
+        merged = _merge(anatomy, work.library.load(layer)[0], self._kv_heads, self.settings.method).anatomy
         return CapturedAttention(merged.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
-        carrier, kv_heads = self._carrier, self._kv_heads
+        carrier = self._carrier
         runs = work.stage_runs((MERGED,), steps=(MERGED,))
         reports = work.pass_layers(lambda index: self._merge(index, work, runs), runs, HeadsLayerReport)
         work.converted.write(self.opened.layers, writer)
         return Outcome(
             config=carrier.config,
             target={
-                "to": "mqa" if kv_heads == 1 else "gqa",
+                "to": "mqa" if self._kv_heads == 1 else "gqa",
                 "method": self.settings.method,
                 "model_type": carrier.model_type,
                 "reasons": [carrier.reason],
-                "kv_heads": kv_heads,
+                "kv_heads": self._kv_heads,
             },
             layers=reports,
             scores=runs.scores(),
@@ -151,28 +176,37 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
         )
 
     def _merge(self, index: int, work: ConversionContext, runs: StageTracker) -> HeadsLayerReport:
-        stream, source = self.opened.stream, self.opened.anatomy(index)
+        stream, plan = self.opened.stream, self._plan
+        source = self.opened.anatomy(index)
         anatomy, statistics = source.to(torch.float64), work.library.load(index)[0]
-        merged = merge_kv_heads(anatomy, statistics, self._kv_heads, self.settings.method)
+        merged, queries = _merge(anatomy, statistics, self._kv_heads, self.settings.method), None
+        if plan.queries is not None:
+            queries = tuple(plan.queries[index])
+            padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
+            merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
         attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
         with stream.layer(index) as layer:
             errors = runs.advance(layer, anatomy, {MERGED: lambda: attention}, (MERGED,))
         work.converted.save(index, attention_tensors(merged.anatomy.to("cpu", source.q.dtype), index))
-        return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors)
+        return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
 
-    def _planned_tensors(self) -> dict[str, TensorSpec]:
-        opened, reader, first = self.opened, self.opened.reader, self.opened.first
-        attention: dict[str, TensorSpec] = {}
-        for layer in range(opened.layers):
-            # Old checkpoints may store rotary frequencies, which follow from the config.
-            names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
-            attention |= planned_attention(reader, names, layer, first.heads, self._kv_heads, first.head_dim)
-        tensors = unchanged_tensors(reader, opened.config)
-        return {name: attention.get(name, spec) for name, spec in tensors.items()}
+
+def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:
+    """Raise SurgeryError if the result would not keep the source's class, which includes the vision tower."""
+    options = {
+        "--method key-norm": settings.method == "key-norm",
+        "--engine": settings.engine is not None,
+    }
+    for option, is_set in options.items():
+        if is_set:
+            raise SurgeryError(
+                f"{option}: not supported for a vision-language model ({model_type}), which keeps its class and the "
+                "same heads in every layer, and runs in transformers only. Drop the option"
+            )
 
 
 def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy) -> int:
-    """Compute the number of KV heads of every layer, from ``kv_heads`` or the ratio; by default at most half.
+    """Compute the number of KV heads of a layer, from ``kv_heads`` or the ratio; by default at most half.
 
     Raises SurgeryError: the source has one KV head, or cannot be merged to this number.
     """
@@ -203,6 +237,36 @@ def requested_heads(settings: KVHeadsSettings, anatomy: AttentionAnatomy) -> int
 def _choices(heads: int) -> list[int]:
     """List the divisors of the number of KV heads, ascending; the last is the number itself."""
     return [count for count in range(1, heads + 1) if heads % count == 0]
+
+
+def _plan_heads(opened: Source, kv_heads: int, library: StatisticsLibrary, settings: KVHeadsSettings) -> _Plan:
+    """Plan the heads of all layers; for method key-norm, assign query heads to KV heads."""
+    first = opened.first
+    if settings.method != "key-norm":
+        return _Plan(kv_heads, first.heads)
+    queries = [
+        deal_queries(pooled_key_norms(opened.anatomy(layer), library.load(layer)[0], kv_heads), first.heads)
+        for layer in range(opened.layers)
+    ]
+    size = first.heads // kv_heads
+    if any(set(counts) != {size} for counts in queries):
+        size = padded_group(max(map(max, queries)), kv_heads, first.hidden)
+    return _Plan(kv_heads, kv_heads * size, queries)
+
+
+def _merge(anatomy: AttentionAnatomy, statistics: LayerStatistics, kv_heads: int, method: str) -> MergedLayer:
+    return merge_kv_heads(anatomy, statistics, kv_heads, "mean-pool" if method == "key-norm" else method)
+
+
+def _planned_tensors(opened: Source, plan: _Plan, head_dim: int) -> dict[str, TensorSpec]:
+    reader = opened.reader
+    attention: dict[str, TensorSpec] = {}
+    for layer in range(opened.layers):
+        # Old checkpoints may store rotary frequencies, which follow from the config.
+        names = [name for name in opened.family.attention_names(reader, layer) if "rotary_emb" not in name]
+        attention |= planned_attention(reader, names, layer, plan.heads, plan.kv_heads, head_dim)
+    tensors = unchanged_tensors(reader, opened.config)
+    return {name: attention.get(name, spec) for name, spec in tensors.items()}
 
 
 def half_the_heads(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:

@@ -29,11 +29,9 @@ def requested_rank(settings: LowRankSettings, anatomy: AttentionAnatomy) -> int:
     """
     full, ratio = anatomy.kv_width, 0.25 if settings.kv_ratio is None else settings.kv_ratio
     rank = settings.rank or int(ratio * full + 1e-9)
-    rank -= rank % settings.rank_multiple
     if not 1 <= rank < full:
         raise SurgeryError(
-            f"{rank} elements per token and layer (in multiples of {settings.rank_multiple}): choose fewer than the "
-            f"source's {full} and at least one multiple"
+            f"{rank} elements per token and layer: choose fewer than the source's {full} and at least one"
         )
     blocks_for(settings.method if settings.method in METHODS else "fisher", anatomy, rank)
     return rank
@@ -49,20 +47,20 @@ def plan_ranks(
     first = opened.first
     rank, method = requested_rank(settings, first), settings.method
     layers = converted_layers(kept_layers, opened.layers)
-    total, multiple = rank * len(layers), settings.rank_multiple
+    total = rank * len(layers)
     if method == "palu":
         information = [fisher_information(opened.anatomy(layer), library.load(layer)[0]) for layer in layers]
-        pairs = palu_ranks(information, first, total, multiple)
+        pairs = palu_ranks(information, first, total)
         blocks = [blocks_for(method, first, keys + values, key_rank=keys) for keys, values in pairs]
         return _all_layers(blocks, layers, opened.layers)
-    uniform = _all_layers([blocks_for(method, first, rank, multiple=multiple)] * len(layers), layers, opened.layers)
+    uniform = _all_layers([blocks_for(method, first, rank)] * len(layers), layers, opened.layers)
     comparable = METHODS[method].weighted and library.load(layers[0])[0].tokens > 0
     if settings.allocate == "uniform" or (settings.allocate == "auto" and not comparable):
         return uniform
     if not comparable:
         raise SurgeryError(f"--allocate {settings.allocate} requires method fisher or separate, and calibration text")
     spectra = _spectra(opened, library, uniform, settings)
-    return _with_ranks(uniform, water_fill(spectra, total, minimum=multiple, multiple=multiple))
+    return _with_ranks(uniform, water_fill(spectra, total))
 
 
 def _all_layers(blocks: Sequence[tuple], layers: list[int], count: int) -> tuple:

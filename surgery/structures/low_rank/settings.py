@@ -40,7 +40,6 @@ class LowRankSettings(RowSettings):
         section="Method",
         advanced=True,
     )
-    rank_multiple: int = setting(1, "Number that divides every rank.", least=1, advanced=True)
     window: int = setting(
         0,
         "Residual window: recent tokens kept in full precision.",
@@ -63,11 +62,8 @@ class LowRankSettings(RowSettings):
             raise SurgeryError(f"sinks {self.sinks}: sinks need a window of at least 1; pass --window")
         if self.bits == "auto":
             usual = type(self).__dataclass_fields__["allocate"].default
-            conflicts = {"rank": self.rank is not None, "rank_multiple": self.rank_multiple != 1}
-            conflicts |= {
-                "allocate": self.allocate not in (usual, "spectrum"),
-                "method": self.method != self.AUTO_METHOD,
-            }
+            conflicts = {"rank": self.rank is not None, "allocate": self.allocate not in (usual, "spectrum")}
+            conflicts |= {"method": self.method != self.AUTO_METHOD}
             conflicts |= {"window": self.window != 0, "calibration": self.calibration == NO_CALIBRATION}
             refuse_changed(
                 conflicts, f"bits auto requires method {self.AUTO_METHOD}, calibration text and its own allocation"

@@ -138,7 +138,7 @@ class LowRank(Structure[Source, LowRankSettings]):
         rank = requested_rank(settings, first)
         writes = self._writes
         if writes is None:
-            blocks = blocks_for(settings.method, first, rank, multiple=settings.rank_multiple)
+            blocks = blocks_for(settings.method, first, rank)
             writes = self._writer(tuple(() if layer in self.kept else blocks for layer in range(opened.layers)))
         config, exact = writes.config(opened.reader.config), writes.sinks + writes.window
         bytes_at = kv_bytes_of(config, first.q.dtype)

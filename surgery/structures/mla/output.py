@@ -43,8 +43,7 @@ def reserved_numbers(opened: Source, settings: ConvertSettings, anatomy: Attenti
     stock = settings.carrier != "own" and not opened.family.experts
     stock = stock and not kept_layers(settings.keep_layers, opened.windows, opened.fixed)
     eps = opened.reader.config.get("rms_norm_eps", 1e-6)
-    constant = settings.latent_norm == "constant" or (settings.latent_norm == "auto" and abs(eps - 1e-6) > 1e-12)
-    return int(stock and constant)
+    return int(stock and abs(eps - 1e-6) > 1e-12)
 
 
 def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carrier:
@@ -77,7 +76,6 @@ def carrier_of(opened: Source, plan: MLAPlan, settings: ConvertSettings) -> Carr
             extra_parts=opened.family.extra_parts or vision,
         ),
         choice=settings.carrier,
-        latent_norm=settings.latent_norm,
         head_sizes=limits.head_sizes,
         tied=limits.tied,
     )

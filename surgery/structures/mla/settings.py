@@ -10,7 +10,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.limits import Engine
 from surgery.structures.kept_layers import keep_layers
-from surgery.structures.settings import RowSettings, check_spectrum, refuse_changed
+from surgery.structures.settings import RowSettings, refuse_changed
 
 Method = Literal["fisher", "transmla", "mha2mla"]
 
@@ -68,13 +68,6 @@ class ConvertSettings(RowSettings):
         "stock if possible.",
         section="Output",
     )
-    latent_norm: Literal["auto", "tiny", "constant"] = setting(
-        "auto",
-        "Method to neutralize the latent norm of the stock class.",
-        more="tiny needs rms_norm_eps 1e-6, constant needs biases.",
-        section="Output",
-        advanced=True,
-    )
     engine: Engine | None = setting(
         None,
         "Engine that must load the result, or all; sets sizes, frequencies and norm. With --to quantized, prints the "
@@ -112,7 +105,8 @@ class ConvertSettings(RowSettings):
             object.__setattr__(self, "carrier", "own")
         if self.rope_dim is not None and self.rope_dim % 2:
             raise SurgeryError(f"rope_dim must be even and not negative, not {self.rope_dim}", setting="rope_dim")
-        check_spectrum(self)
+        if self.allocate == "spectrum" and (self.method != "fisher" or self.calibration == NO_CALIBRATION):
+            raise SurgeryError("allocate spectrum requires method fisher and calibration text", setting="allocate")
         if self.calibration == NO_CALIBRATION and self.method == "transmla":
             raise SurgeryError("method transmla needs calibration text: drop --calibration none", setting="method")
 
@@ -127,9 +121,7 @@ class ConvertSettings(RowSettings):
     @property
     def is_open(self) -> bool:
         """True if no setting fixes the form of the result, so that packed rows are used if the source allows them."""
-        is_fixed = (
-            self.bits is not None or self.engine is not None or self.carrier != "auto" or self.latent_norm != "auto"
-        )
+        is_fixed = self.bits is not None or self.engine is not None or self.carrier != "auto"
         return not is_fixed and not any(self._decided_by_bits().values())
 
     def _decided_by_bits(self) -> dict[str, bool]:
@@ -144,7 +136,6 @@ class ConvertSettings(RowSettings):
             ("carrier", ("auto", "stock")),
             ("allocate", ("auto", "uniform")),
             ("method", ("fisher",)),
-            ("latent_norm", ("auto", "tiny")),  # the constant is a bias, which engines drop
         ):
             if getattr(self, name) not in allowed:
                 raise SurgeryError(

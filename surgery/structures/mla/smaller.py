@@ -44,7 +44,6 @@ TAKEN = {
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
     "bits": ((None,), "quantized rows of its latents are not supported yet"),
     "carrier": (("auto", "stock"), "it keeps its class"),
-    "latent_norm": (("auto",), "its latents keep their own norm"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
 """Allowed values of settings for a source that is MLA already, and the reason for the restriction."""

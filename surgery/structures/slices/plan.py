@@ -33,14 +33,12 @@ class Origin:
         source_bytes: KV bytes per token of the conversion's source.
         energies: energies of all latents of the conversion, by layer and block; a sliced checkpoint has fewer latents.
         comparable: whether energies of different layers have the same unit.
-        multiple: divisor of every rank.
     """
 
     target: dict
     source_bytes: float
     energies: list[list[Tensor]]
     comparable: bool
-    multiple: int
 
     @classmethod
     def of(cls, path: Path) -> Origin:
@@ -48,7 +46,7 @@ class Origin:
 
         Raises:
             SurgeryError: there is no report of such a conversion, or the latents are not in the order of energies.
-            ValueError: the report holds an invalid multiple, size or energy.
+            ValueError: the report holds an invalid size or energy.
         """
         for report in _history(path):
             target = report["target"]
@@ -65,15 +63,14 @@ class Origin:
         if any("energies" not in layer for layer in report["layers"]):
             raise SurgeryError.at(path, f"{REPORT} has no energies of the latents; convert the source again")
         method, settings = target["method"], report["settings"]
-        multiple, source_bytes = settings.get("rank_multiple", 1), report["kv"]["source_bytes_per_token"]
-        if type(multiple) is not int or multiple < 1 or not 0 < source_bytes < math.inf:
+        source_bytes = report["kv"]["source_bytes_per_token"]
+        if not 0 < source_bytes < math.inf:
             raise ValueError("invalid budget in the report")
         return cls(
             target,
             source_bytes,
             [_by_block(layer) for layer in report["layers"]],
             method in LOSS_WEIGHTED and settings["calibration"] != NO_CALIBRATION,
-            multiple,
         )
 
 
@@ -87,15 +84,13 @@ def plan_slice(
         kv_ratio: share of the KV bytes per token of the original source, without a residual window.
         itemsize: bytes per cached element.
         allocate: "spectrum" drops the least total energy, "uniform" the same share of every block. "auto" returns both
-            and their mean, to be measured, if energies are comparable and ranks may differ.
+            and their mean, to be measured, if energies are comparable.
 
     Raises:
         SurgeryError: the budget is not less than the checkpoint's bytes or leaves a block without a latent, or the
             allocation is impossible.
         ValueError: the report does not fit the checkpoint.
     """
-    if allocate == "spectrum" and model.stock:
-        raise SurgeryError.at(path, "stock deepseek_v3 has one rank for all layers; use --allocate uniform")
     if allocate == "spectrum" and not origin.comparable:
         raise SurgeryError.at(
             path,
@@ -114,29 +109,26 @@ def plan_slice(
             f"has {(sum(before) + fixed) * share:.4g} of the KV bytes of its original source; "
             f"--kv-ratio {kv_ratio:g} must be less",
         )
-    multiple = origin.multiple
-    least = multiple * len(before)
+    least = len(before)
     total = int(kv_ratio / share + 1e-6) - fixed
     if total < least:
         raise SurgeryError.at(
             path,
-            f"--kv-ratio {kv_ratio:g} is too small: one latent in multiples of {multiple} in each of "
+            f"--kv-ratio {kv_ratio:g} is too small: one latent in each of "
             f"{len(before)} blocks and {fixed} other elements need {(least + fixed) * share:.4g}",
         )
-    if model.stock:
-        return {"uniform": _shaped([total // len(before)] * len(before), model)}
     # In proportion to the original ranks, so that slicing a slice equals slicing the whole checkpoint.
     sizes = [len(energies) for blocks in origin.energies for energies in blocks]
-    plans = {"uniform": proportional(sizes, total, multiple, multiple, before)}
+    plans = {"uniform": proportional(sizes, total, maximum=before)}
     if allocate != "uniform" and origin.comparable:
         spectra = [
             energies[:rank]
             for blocks, ranks in zip(origin.energies, model.ranks, strict=True)
             for energies, rank in zip(blocks, ranks, strict=True)
         ]
-        plans["spectrum"] = water_fill(spectra, total, minimum=multiple, multiple=multiple)
+        plans["spectrum"] = water_fill(spectra, total)
         means = [(a + b) / 2 for a, b in zip(*plans.values(), strict=True)]
-        plans["between"] = proportional(means, total, multiple, multiple, before)
+        plans["between"] = proportional(means, total, maximum=before)
     return {name: _shaped(ranks, model) for name, ranks in plans.items() if allocate in ("auto", name)}
 
 

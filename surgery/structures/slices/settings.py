@@ -21,7 +21,7 @@ class SliceSettings(ConversionSettings):
         "auto",
         "Allocation of ranks to layers: spectrum (by energies of the latents) or uniform.",
         more="auto: uniform, spectrum or their mean, whichever has the lowest held-out loss, if energies are "
-        "comparable and the class supports different ranks.",
+        "comparable.",
     )
 
     def __post_init__(self) -> None:

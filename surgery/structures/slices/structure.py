@@ -77,7 +77,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
 
     @classmethod
     def open(cls, reader: CheckpointReader, settings: SliceSettings) -> OwnSource:
-        """Open a checkpoint of the custom model class or of stock MLA."""
+        """Open a checkpoint of the custom model class."""
         return OwnSource.open(reader, settings)
 
     def forecast(self) -> Forecast:
@@ -91,7 +91,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
             kv_bytes_per_token=kv_bytes,
             model_type=smaller.config["model_type"],
             reasons=self._origin.target["reasons"],
-            demand=Demand(stages=len(self._candidates), calibrates=False),
+            demand=Demand(len(self._candidates), calibrates=False),
         )
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
@@ -114,7 +114,7 @@ class Slice(Structure[OwnSource, SliceSettings]):
             layers=[_layer_report(layer, whole, smaller, origin, e) for layer, e in enumerate(measured.errors)],
             scores={BEFORE: measured.before, SLICED: measured.score},
             simulated=measured.hidden,
-            custom_class=not whole.stock,
+            custom_class=True,
             shape=SourceShape.of_config(opened.config, dtype, before),
         )
 
@@ -184,7 +184,7 @@ def measure_slices(
                 stream.run_layer(layer, embedded, batch_size)
                 for name, ranks in candidates.items():
                     rows = [whole.kept_rows(index, ranks) for index in range(start, stop)]
-                    with _zeroed_rows(layer, whole.down_name, rows):
+                    with _zeroed_rows(layer, rows):
                         cut = _attention_outputs(layer, inputs)
                         stream.run_layer(layer, hidden[name], batch_size)
                     pairs = zip(cut, exact, strict=True)
@@ -211,9 +211,9 @@ def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _zeroed_rows(layer: StreamedLayer, name: str, rows_of: list[tuple[int, ...]]) -> Iterator[None]:
-    """Zero the output rows outside ``rows_of`` of a projection in each loaded layer, for a ``with`` block."""
-    projections = [getattr(block.self_attn, name) for block in layer.model.layers]
+def _zeroed_rows(layer: StreamedLayer, rows_of: list[tuple[int, ...]]) -> Iterator[None]:
+    """Zero the rows outside ``rows_of`` of the down projection in each loaded layer, for a ``with`` block."""
+    projections = [block.self_attn.kv_down for block in layer.model.layers]
     original = [[parameter.clone() for parameter in down.parameters()] for down in projections]
     with torch.no_grad():
         for down, rows in zip(projections, rows_of, strict=True):

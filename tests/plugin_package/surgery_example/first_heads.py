@@ -65,7 +65,7 @@ class FirstHeads(Structure):
         if first.kv_heads % settings.keep_heads:
             raise SurgeryError(f"--keep-heads {settings.keep_heads} does not divide {first.kv_heads}")
         self._kept = tuple(range(0, first.kv_heads, first.kv_heads // settings.keep_heads))
-        self._carrier = choose_carrier(opened.reader.config, settings.keep_heads)
+        self._carrier = choose_carrier(opened.reader.config, opened.layers, settings.keep_heads)
         self._width = settings.keep_heads * (first.head_dim + first.value_dim) * first.q.dtype.itemsize
 
     def forecast(self):
