@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_main
+from conversions import convert_checkpoint
 from healing import heal_here, heal_settings, trained_here
 from own_models import KINDS, tiny_source
 from processes import Fork
 from safetensors.torch import load_file
-from tiny_models import DEMO, HELD_OUT, add_tokenizer
+from tiny_models import DEMO, HELD_OUT, add_tokenizer, needs_constant_norm
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.lr_multipliers import lr_multipliers
@@ -64,13 +65,15 @@ def forked_training(command: list[str], environment: dict[str, str]) -> int:
 
 
 @pytest.fixture
-def pair_of(checkpoints, conversions):
+def pair_of(checkpoints, conversions, tmp_path):
     """A source and what was converted from it."""
 
     def make(kind):
-        name = "llama3" if kind == "constant" else "llama"
+        if kind == "constant":
+            source = needs_constant_norm(tmp_path / "constant")
+            return source, convert_checkpoint(source, tmp_path / "constant-mla", ConvertSettings(**MLA)).path
         settings = GQA if kind == "gqa" else ConvertSettings(**MLA)
-        return checkpoints(name), conversions(name, settings).path
+        return checkpoints("llama"), conversions("llama", settings).path
 
     return make
 

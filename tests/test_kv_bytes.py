@@ -152,9 +152,8 @@ def answers(checkpoint_paths, tmp_path) -> dict[str, object]:
     for target in TARGETS_ASKED:
         kv = plan_conversion(source, tmp_path / "out", settings_of(target)).kv
         results |= {f"dry run {target}, {name}": kv[name] for name in ("source_bytes_per_token", "bytes_per_token")}
-    for name, path in (("mla", mla), ("lowrank", own)):
-        sliced = SLICE.settings({"kv_ratio": 0.25, **WEIGHTS})
-        results[f"slice {name}"] = plan_conversion(path, tmp_path / "out", sliced).kv["bytes_per_token"]
+    sliced = SLICE.settings({"kv_ratio": 0.25, **WEIGHTS})
+    results["slice"] = plan_conversion(own, tmp_path / "out", sliced).kv["bytes_per_token"]
     for path in (source, mla):
         results[f"doctor {path.name}"] = diagnose(path).verdicts[0].cache_bytes_per_token
     plan = make_plan(source, PlanSettings(kv_ratio=0.7, allow=("quantized",), context="1k", **TEXT))
@@ -191,7 +190,7 @@ def test_verify_finds_a_wrong_prediction(name, checkpoint_paths, one_more):
     assert failed == {"caches"} | ({"KV bytes"} if name != "source" else set())
 
 
-@pytest.mark.parametrize("target", [*TARGETS_ASKED, "slice mla", "slice lowrank"])
+@pytest.mark.parametrize("target", [*TARGETS_ASKED, "slice lowrank"])
 def test_no_conversion_is_written_by_a_wrong_prediction(target, checkpoint_paths, one_more, tmp_path):
     one_more()
     sliced = target.startswith("slice ")

@@ -5,7 +5,7 @@ tokens in a batch, N calibration sequences, P the parameters of the largest deco
 in the checkpoint and in the compute dtype:
 
 =============== ====================================================================================================
-process         Python, torch and transformers: 768 MiB
+process         Python, torch and transformers: 800 MiB
 one layer       P (s + c): its tensors as stored, and the module that runs
 activations     (2 D + 2 n) N T c at a layer boundary and in the layer
 one batch       the largest of: autograd of B T tokens, (16 D + 6 H d + 6 I) c each; one slice of the vocabulary;
@@ -35,7 +35,7 @@ from surgery.running.source import OwnSource, Source
 
 EFFICIENCY = 0.5
 """Speed of a layer relative to one large matrix product; norms, softmax and small products are slower."""
-PROCESS_BYTES = 768 * 2**20
+PROCESS_BYTES = 800 * 2**20
 ERROR = 1.25
 """Ratio of the estimated memory to the measured one that is not exceeded in docs/scale.md."""
 

@@ -166,7 +166,7 @@ def test_healing_writes_the_language_model_in_its_place(picture_models, merged, 
     name = "qwen2_5_vl"
     converted = merged(name).path
     settings = {"teacher": str(picture_models(name)), "data": [str(HELD_OUT)], "max_steps": 2, "length": 64}
-    settings |= {"train": "lora", "warmup": 0, "held_out": 1, "lora_modules": ["q_proj", "v_proj"]}
+    settings |= {"train": "lora", "warmup": 0, "held_out": 1}
     request = HealRequest(str(converted), tmp_path / "healed", overrides=settings, measure=None)
     assert plan_healing(request).estimate
     healed = heal_checkpoint(request).path

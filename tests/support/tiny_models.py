@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import transformers as hf
+from config_files import edit_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -255,6 +256,12 @@ def make_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32,
     model = random_model(CONFIGS[name](), seed)
     model.to(dtype).save_pretrained(folder)
     add_tokenizer(folder)
+    return folder
+
+
+def needs_constant_norm(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Save a tiny Llama with biases and an eps other than stock MLA's, whose latent needs a constant channel there."""
+    edit_config(make_checkpoint(folder, "llama_bias", dtype), rms_norm_eps=1e-5)
     return folder
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conversions import convert_checkpoint
 from own_models import KINDS, tiny_source, tokens
+from tiny_models import needs_constant_norm
 from transformers import AutoModelForCausalLM
 
 from surgery.architectures.lr_multipliers import lr_multipliers
@@ -73,7 +74,7 @@ def test_latents_after_a_norm_of_their_own_stay(checkpoints, name):
 @pytest.mark.parametrize("kind", ["tiny", "constant"])
 def test_stock_latents_and_rotary_pairs(kind, checkpoints, tmp_path):
     """The constant channel and what reads it stay; all that trains has entries of one size on both sides."""
-    source = checkpoints("llama3" if kind == "constant" else "llama")
+    source = checkpoints("llama") if kind == "tiny" else needs_constant_norm(tmp_path / "source")
     settings = {"kv_lora_rank": 12, "rope_dim": 4, "carrier": "stock", "calibration": "none"}
     path = convert_checkpoint(source, tmp_path / "stock", ConvertSettings(**settings)).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
