@@ -72,7 +72,7 @@ def test_weights_of_an_adapter_that_earlier_reports_do_not_list_are_named(copy):
     (path / "adapter").mkdir()
     (path / "adapter" / "adapter_model.safetensors").write_text("")
     check = files_of(path)
-    assert check.outcome == PASSED and "adapter/adapter_model.safetensors" in check.said
+    assert check.outcome == PASSED and "adapter/adapter_model.safetensors" in check.message
 
 
 def test_a_damaged_report_is_a_fault_and_no_traceback(copy):
@@ -151,7 +151,7 @@ def test_damage_is_found(copy, damage, caught, words, monkeypatch, capsys):
         forget_hashes(path)
     checks = {check.name: check for check in verify_checkpoint(path, device="cpu").checks}
     assert checks[caught].outcome == FAILED
-    assert words in checks[caught].said
+    assert words in checks[caught].message
     code, output, errors = run_main(monkeypatch, capsys, "verify", path, "--device", "cpu")
     assert code == 1 and "failed" in output
     assert errors.splitlines()[-1].startswith(f"surgery: error: {path}: ")
@@ -189,7 +189,7 @@ def test_unlisted_files_that_loading_reads_are_refused(copy, linked):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.symlink_to("/nowhere") if linked else file.write_text("x")
         check = files_of(path)
-        assert check.outcome == FAILED and name in check.said
+        assert check.outcome == FAILED and name in check.message
         file.unlink()
 
 
@@ -197,7 +197,7 @@ def test_linked_folders_are_one_entry(copy):
     path = copy("gqa")
     (path / "additional_chat_templates").symlink_to("/etc")
     check = files_of(path)
-    assert check.outcome == FAILED and "additional_chat_templates/ (template)" in check.said
+    assert check.outcome == FAILED and "additional_chat_templates/ (template)" in check.message
 
 
 def test_other_unlisted_files_are_named(copy, monkeypatch, capsys):
@@ -208,7 +208,7 @@ def test_other_unlisted_files_are_named(copy, monkeypatch, capsys):
     code, output, _ = run_main(monkeypatch, capsys, "verify", path, "--json", "--device", "cpu")
     document = json.loads(output)
     assert code == 0 and document["unlisted"].keys() == {*NAMED, ".git/"}
-    message = next(check["said"] for check in document["checks"] if check["name"] == "files")
+    message = next(check["message"] for check in document["checks"] if check["name"] == "files")
     assert all(name in message for name in NAMED) and message.count(".git") == 2  # .gitattributes
     (path / "chat_template.jinja").write_text("x")
     code, output, err = run_main(monkeypatch, capsys, "verify", path, "--json", "--device", "cpu")

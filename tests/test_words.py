@@ -61,7 +61,6 @@ NAMED_SO = {
     "seen": ("surgery/model/",),  # an attribute of cache layers, which count all tokens that came
     "done": ("surgery/common/phase.py", "surgery/common/progress.py"),  # `total` and `done` of a progress bar
     "written": ("surgery/evaluation/run.py", "surgery/workflow/"),  # a public field of results
-    "said": ("surgery/inspection/checks.py",),  # a field of the report of `surgery verify`
 }
 """Participles that stay, and the files or folders that may use each."""
 

@@ -24,7 +24,11 @@ def whole_config(reader: CheckpointReader, config: dict[str, Any]) -> dict[str, 
         return put_back(whole, with_legacy_rope_keys(reader.config), config)
     from surgery.model import PICTURES_AUTO_MAP
 
-    own = {"architectures": ["SurgeryForPicturesAndText"], "model_type": MODEL_TYPE, "auto_map": PICTURES_AUTO_MAP}
+    own = {
+        "model_type": MODEL_TYPE,
+        "architectures": ["SurgeryForConditionalGeneration"],
+        "auto_map": PICTURES_AUTO_MAP,
+    }
     if whole["model_type"] != MODEL_TYPE:
         own["base_model_type"] = whole["model_type"]
     text = {name: value for name, value in config.items() if name not in ("architectures", "auto_map")}

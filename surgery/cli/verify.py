@@ -38,4 +38,4 @@ def verify(
     if checked.failed:
         sys.stdout.flush()
         first = checked.failed[0]
-        raise SurgeryError.at(checked.path, f"{first.name}: {first.said}")
+        raise SurgeryError.at(checked.path, f"{first.name}: {first.message}")

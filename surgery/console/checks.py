@@ -20,7 +20,7 @@ def show_checks(checked: Checked, *, as_json: bool) -> None:
         return
     page, called = new_page(), name_of(checked.path)
     page.print(f"\n[bold]{plain(called)}[/bold]")
-    page.print(make_table(["check", "", ""], [(each.name, each.outcome, each.said) for each in checked.checks]))
+    page.print(make_table(["check", "", ""], [(each.name, each.outcome, each.message) for each in checked.checks]))
     outcomes = [each.outcome for each in checked.checks]
     counted = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
     page.print(f"[bold]{plain(called)}[/bold]: {len(outcomes)} checks: {counted}", soft_wrap=True)

@@ -54,7 +54,7 @@ class Check:
 
     name: str
     outcome: str
-    said: str
+    message: str
 
 
 @dataclass(frozen=True)

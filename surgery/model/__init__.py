@@ -20,7 +20,7 @@ __all__ = [
     "LatentAttention",
     "SurgeryConfig",
     "SurgeryForCausalLM",
-    "SurgeryForPicturesAndText",
+    "SurgeryForConditionalGeneration",
     "SurgeryPicturesConfig",
     "auto_map",
     "register",

@@ -11,7 +11,7 @@ from .configuration_surgery import SurgeryConfig
 from .configuration_surgery_pictures import SurgeryPicturesConfig
 from .family_decoders import DECODERS
 from .latent_attention import LatentAttention
-from .modeling_surgery_pictures import SurgeryForPicturesAndText
+from .modeling_surgery_pictures import SurgeryForConditionalGeneration
 from .remote_code import PICTURES_AUTO_MAP, auto_map, entry_class, remote_code_files
 
 SurgeryForCausalLM.entry_class = staticmethod(entry_class)
@@ -21,11 +21,11 @@ def register() -> None:
     """Register configs and model classes with transformers' auto classes; safe to call more than once."""
     register_configs()
     AutoModelForCausalLM.register(SurgeryConfig, SurgeryForCausalLM, exist_ok=True)
-    AutoModelForImageTextToText.register(SurgeryPicturesConfig, SurgeryForPicturesAndText, exist_ok=True)
+    AutoModelForImageTextToText.register(SurgeryPicturesConfig, SurgeryForConditionalGeneration, exist_ok=True)
     # From here on `save_pretrained` copies a model's entry module and its imports next to the weights and writes the
     # auto_map, so that checkpoints of a trainer load without this package too.
     SurgeryForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    SurgeryForPicturesAndText.register_for_auto_class("AutoModelForImageTextToText")
+    SurgeryForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")
 
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "LatentAttention",
     "SurgeryConfig",
     "SurgeryForCausalLM",
-    "SurgeryForPicturesAndText",
+    "SurgeryForConditionalGeneration",
     "SurgeryPicturesConfig",
     "auto_map",
     "register",

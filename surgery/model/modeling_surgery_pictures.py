@@ -12,7 +12,7 @@ from .modeling_surgery import SurgeryForCausalLM
 from .parts import entries_of
 
 
-class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin):
+class SurgeryForConditionalGeneration(ConvertedModel, PreTrainedModel, GenerationMixin):
     """The source's vision-language model with converted attention, as set by `text_config.attention_layers`.
 
     Instances are also instances of the source's class. Tensors keep the source's names.
@@ -47,4 +47,7 @@ class SurgeryForPicturesAndText(ConvertedModel, PreTrainedModel, GenerationMixin
         self.post_init()
 
 
-__all__ = ["SurgeryForCausalLM", "SurgeryForPicturesAndText"]
+SurgeryForPicturesAndText = SurgeryForConditionalGeneration
+"""Name in the `auto_map` of older checkpoints."""
+
+__all__ = ["SurgeryForCausalLM", "SurgeryForConditionalGeneration"]

@@ -35,7 +35,7 @@ ENTRIES = (
 
 PICTURES_AUTO_MAP = {
     "AutoConfig": "configuration_surgery_pictures.SurgeryPicturesConfig",
-    "AutoModelForImageTextToText": "modeling_surgery_pictures.SurgeryForPicturesAndText",
+    "AutoModelForImageTextToText": "modeling_surgery_pictures.SurgeryForConditionalGeneration",
 }
 """`auto_map` of a vision-language model."""
 

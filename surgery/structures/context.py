@@ -95,13 +95,13 @@ class ConversionContext(Generic[Opened, Settings]):
         """
         results = []
         if state := self.snapshots.last("layers", *types):
-            results, runs.hidden = state["said"], state["ladder"]
+            results, runs.hidden = state["results"], state["ladder"]
         with self.progress.phase("convert", self.opened.layers) as advance:
             advance(len(results))
             for layer in range(len(results), self.opened.layers):
                 results.append(convert(layer))
                 if settled(layer):
-                    snapshot = {"said": results, "ladder": runs.hidden}
+                    snapshot = {"results": results, "ladder": runs.hidden}
                     self.snapshots.take("layers", lambda snapshot=snapshot: snapshot)
                 advance()
         return results

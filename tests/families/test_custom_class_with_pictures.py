@@ -17,7 +17,7 @@ from surgery.common.errors import SurgeryError
 from surgery.engines.verdict import LOADS_WITH
 from surgery.healing.heal import HealRequest, heal_checkpoint
 from surgery.inspection.checks import PASSED, verify_checkpoint
-from surgery.model import SurgeryForPicturesAndText
+from surgery.model import SurgeryForConditionalGeneration
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.registry import SLICE, TARGETS
 
@@ -91,7 +91,7 @@ def test_a_structure_next_to_pictures(picture_models, conversion_of, tmp_path, n
     assert {check.outcome for check in verify_checkpoint(out, device="cpu").checks} == {PASSED}
 
     before, after = loaded(source), loaded(out)
-    assert isinstance(after, SurgeryForPicturesAndText) and isinstance(after, type(before))
+    assert isinstance(after, SurgeryForConditionalGeneration) and isinstance(after, type(before))
     state = after.state_dict()
     for key, tensor in before.state_dict().items():
         assert "language_model.layers." in key or torch.equal(state[key], tensor)

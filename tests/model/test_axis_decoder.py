@@ -8,7 +8,7 @@ import torch
 from picture_models import CONFIGS, prompt
 from transformers import AutoModelForImageTextToText, DynamicCache
 
-from surgery.model import SurgeryConfig, SurgeryForPicturesAndText, SurgeryPicturesConfig
+from surgery.model import SurgeryConfig, SurgeryForConditionalGeneration, SurgeryPicturesConfig
 
 BLOCK = {"rank": 12, "keys": [0, 1], "values": [0, 1]}
 LOW_RANK = {"kind": "low_rank", "blocks": [BLOCK], "shared_layers": 0, "shared_rank": 0, "sinks": 0, "window": 0}
@@ -82,7 +82,7 @@ def test_copies_and_saved_models_compute_the_same(tmp_path, entry):
     want = model(**inputs).logits
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForImageTextToText.from_pretrained(tmp_path)
-    assert type(reloaded) is type(model) and isinstance(reloaded, SurgeryForPicturesAndText)
+    assert type(reloaded) is type(model) and isinstance(reloaded, SurgeryForConditionalGeneration)
     for other in (reloaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(**inputs).logits, want)
     model.set_attn_implementation("eager")
@@ -94,6 +94,6 @@ def test_copies_and_saved_models_compute_the_same(tmp_path, entry):
 def test_a_wrapper_of_nothing_converted_is_refused():
     config = SurgeryPicturesConfig(base_model_type="llava", text_config={"base_model_type": "llama"})
     with pytest.raises(ValueError, match="this is not a converted model"):
-        SurgeryForPicturesAndText(config)
+        SurgeryForConditionalGeneration(config)
     with pytest.raises(ValueError, match="is not supported by the installed transformers"):
         SurgeryPicturesConfig(base_model_type="nothing")

@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from written_models import CUSTOM, IMAGES, WRITTEN, from_kind, inputs
 
 import surgery.model
-from surgery.model import SurgeryForCausalLM, SurgeryForPicturesAndText, remote_code_files
+from surgery.model import SurgeryForCausalLM, SurgeryForConditionalGeneration, remote_code_files
 from surgery.model.parts import DECODERS, KINDS, QUANTIZED, STREAMING_KINDS, part
 from surgery.model.remote_code import ENTRIES
 
@@ -58,7 +58,7 @@ def test_a_checkpoint_carries_what_its_entry_module_imports(name, tmp_path):
     auto_map = saved(model, tmp_path)
     assert code(tmp_path) == {path.name: path.read_text() for path in remote_code_files(auto_map)}
     assert entry_of(auto_map) == ENTRY_OF[name]
-    assert isinstance(model, SurgeryForPicturesAndText if name == IMAGES else SurgeryForCausalLM)
+    assert isinstance(model, SurgeryForConditionalGeneration if name == IMAGES else SurgeryForCausalLM)
 
 
 def test_every_entry_module_has_a_model():
