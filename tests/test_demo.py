@@ -23,6 +23,7 @@ from surgery.console.demo import show_demo
 from surgery.demo import run as demo
 from surgery.eval.kv_cache import measure_kv
 from surgery.eval.recall import RecallSet
+from surgery.healing import heal
 from surgery.running.loading import load_tokenizer
 from surgery.structures import converter, made_already
 
@@ -82,20 +83,21 @@ def test_an_interrupted_demo_resumes_from_its_conversion(tmp_path, monkeypatch, 
 
     def convert(request, progress):
         conversions.append(request)
-        out.mkdir()
-        (out / "config.json").write_text("{}")
+        request.out.mkdir()
+        (request.out / "config.json").write_text("{}")
 
     def interrupt(*_):
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(interruption, "_unfinished", [])
     monkeypatch.setattr(converter, "convert", convert)
+    monkeypatch.setattr(heal, "heal_checkpoint", lambda request, _: request.out.mkdir())
     monkeypatch.setattr(made_already, "is_conversion_of", lambda path, *_: path.is_dir())
     monkeypatch.setattr(demo, "measure_with_stock_transformers", interrupt)
     for _ in range(2):
         code, _, err = run_main(monkeypatch, capsys, "demo", "--out", out)
         assert code == 130 and f"{out} keeps the finished work" in err.splitlines()[-1]
-    assert len(conversions) == 1 and f"{out}: exists already, skipped" in err
+    assert len(conversions) == 2 and f"{out}: exists already, skipped" in err
 
 
 @pytest.mark.slow
@@ -107,14 +109,16 @@ def test_the_whole_demo(tmp_path, capsys):
     assert 760 <= outcome.converted.kv_bytes_per_token <= 768
     assert outcome.converted.model_class == "SurgeryForCausalLM"
     assert outcome.converted.loss - outcome.source.loss < 0.02
+    assert outcome.healed.model_class == outcome.stock.model_class == "DeepseekV3ForCausalLM"
+    assert outcome.healed.loss < outcome.stock.loss - 0.02 and outcome.healed.recall > outcome.stock.recall
     assert printed["converted"]["completion"] == outcome.converted.completion
 
 
 def test_the_demo_ends_in_commands_that_run_as_they_stand(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     measured = demo.Measured("C", 2.0, 1.0, 1.0, "text")
-    show_demo(demo.Demo(tmp_path / "surgery-demo", "builtin", "demo-model", "prompt", measured, measured, 1.0))
+    show_demo(demo.Demo(tmp_path / "surgery-demo", "builtin", "demo-model", "prompt", *[measured] * 4, 1.0))
     output = capsys.readouterr().out
     assert "surgery-demo: 100.0% of the KV bytes for +0.0000 nats per token" in output
     assert "Next: surgery eval surgery-demo --baseline builtin  " in output
-    assert "surgery convert --to mla builtin --kv-ratio 0.125" in output
+    assert "--method cascade --bits auto --kv-ratio 0.0625 builtin" in output

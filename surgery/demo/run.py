@@ -1,4 +1,4 @@
-"""``surgery demo``: converts a model, and compares source and result with stock transformers in another process."""
+"""``surgery demo``: converts a model, heals a result, and compares all with stock transformers in another process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from surgery.checkpoint.model_folder import model_folder
 from surgery.checkpoint.named_models import BUILTIN, SMOLLM2, asset, model_named
 from surgery.common.errors import SurgeryError
 from surgery.common.human import origin
 from surgery.common.interruption import resumes_from
 from surgery.common.temporary import TemporaryFolder
+
+if TYPE_CHECKING:
+    from surgery.common.progress import Progress
+    from surgery.structures.request import ConversionRequest
 
 SEED = 2
 NEW_TOKENS = 48
@@ -27,10 +31,12 @@ class DemoModel:
 
     Attributes:
         question: user message in the model's chat template; None prompts for the key of the first recall prompt.
+        heal_steps: steps of healing of a second conversion, to the stock MLA class, which needs it; 0 for none.
         windows, prompts: numbers of held-out windows for the loss, and of recall prompts, each of ``length`` tokens.
     """
 
     question: str | None = None
+    heal_steps: int = 0
     windows: int = 8
     prompts: int = 16
     length: int = 1024
@@ -38,7 +44,7 @@ class DemoModel:
 
 KV_RATIO = 0.25
 DEMO_MODELS = {
-    BUILTIN: DemoModel(),
+    BUILTIN: DemoModel(heal_steps=56),
     SMOLLM2: DemoModel("What is a cache, and what is it good for?"),
 }
 
@@ -59,7 +65,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Demo:
-    """Result of the demo: path of the converted model, its source, the prompt, and the measurements of both."""
+    """Result of the demo: path of the converted model, its source, the prompt, and the measurements of both.
+
+    ``stock`` and ``healed`` are measurements of the conversion to the stock class, before and after healing; None if
+    there was none.
+    """
 
     path: Path
     model: str
@@ -67,6 +77,8 @@ class Demo:
     prompt: str
     source: Measured
     converted: Measured
+    stock: Measured | None
+    healed: Measured | None
     seconds: float
 
     def to_dict(self) -> dict:
@@ -83,20 +95,20 @@ def run_demo(
 ) -> Demo:
     """Convert a model to ``out``, measure source and result in a process without this package, and print the result.
 
-    A conversion with the same settings that exists in ``out`` is measured again.
+    A model with ``heal_steps`` is also converted to the stock class and healed, in ``<out>-stock`` and
+    ``<out>-stock-healed``. Results with the same settings that exist are measured again.
 
     Args:
         model: a name in ``DEMO_MODELS``.
         kv_ratio: share of the KV bytes to keep; None for the default of the model.
 
     Raises:
-        SurgeryError: the model is unknown, the conversion failed, or the measuring process failed.
+        SurgeryError: the model is unknown, a conversion or the healing failed, or the measuring process failed.
     """
     from surgery.checkpoint import CheckpointReader
+    from surgery.checkpoint.model_folder import model_folder
     from surgery.common.progress import Progress
     from surgery.console.demo import show_demo
-    from surgery.structures.converter import convert
-    from surgery.structures.made_already import is_already_made
     from surgery.structures.mla.settings import ConvertSettings
     from surgery.structures.request import ConversionRequest
 
@@ -109,17 +121,46 @@ def run_demo(
     reader = CheckpointReader.open(model_named(model))
     source_name = origin(reader.name, reader.dequantised_from)
     progress.note(f"converting {source_name} to MLA with {kv_ratio:.0%} of its KV bytes: minutes on a CPU")
-    settings = ConvertSettings(kv_ratio=kv_ratio, held_out=2)
     command = f"surgery demo --model {model} --kv-ratio {kv_ratio:g}"
+    settings = ConvertSettings(kv_ratio=kv_ratio, held_out=2)
     request = ConversionRequest(reader.source, out, settings, overwrite=overwrite, command=command)
-    if overwrite or not is_already_made(request, progress, remedy="pass --overwrite, or choose another --out"):
-        convert(request, progress=progress)
+    paths = [model_folder(reader), _converted(request, progress)]
+    if demo_model.heal_steps:
+        progress.note("converting to the stock class, which needs no code of ours and loses more, and healing it")
+        stock = replace(request, out=Path(f"{out}-stock"), settings=replace(settings, carrier="stock"))
+        paths += [_converted(stock, progress), _healed(stock, demo_model.heal_steps, progress)]
     resumes_from(out)
-    progress.note("loading both models with stock transformers in a process of their own")
-    prompt, (source, converted) = measure_with_stock_transformers([model_folder(reader), out], demo_model)
-    demo = Demo(out, model, source_name, prompt, source, converted, time.perf_counter() - start)
+    progress.note("loading the models with stock transformers in a process of their own")
+    prompt, measured = measure_with_stock_transformers(paths, demo_model)
+    source, converted, stock, healed = *measured, *[None] * (4 - len(measured))
+    demo = Demo(out, model, source_name, prompt, source, converted, stock, healed, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo
+
+
+def _converted(request: ConversionRequest, progress: Progress) -> Path:
+    """Convert, unless the output has the same settings and is not to be overwritten; return the output."""
+    from surgery.structures.converter import convert
+    from surgery.structures.made_already import is_already_made
+
+    if request.overwrite or not is_already_made(request, progress, remedy="pass --overwrite, or choose another --out"):
+        convert(request, progress=progress)
+    return request.out
+
+
+def _healed(request: ConversionRequest, steps: int, progress: Progress) -> Path:
+    """Heal a conversion with the recipe of ``surgery convert --heal``, unless that was done; return the output."""
+    from surgery.calibration.text import BUILTIN as TEXT
+    from surgery.healing.convert_and_heal import TRAINING
+    from surgery.healing.heal import HealRequest, heal_checkpoint
+
+    out = Path(f"{request.out}-healed")
+    if request.overwrite or not out.exists():
+        text = {"source": TEXT, "tokens": 4 * steps * TRAINING["length"]}  # all of it would be tokenized
+        values = {**TRAINING, "data": [text], "teacher": str(request.source), "max_steps": steps, "seed": SEED}
+        options = {"measure": None, "overwrite": request.overwrite, "command": request.command}
+        heal_checkpoint(HealRequest(str(request.out), out, overrides=values, **options), progress)
+    return out
 
 
 def measure_with_stock_transformers(checkpoints: list[Path], demo_model: DemoModel) -> tuple[str, list[Measured]]:
