@@ -33,8 +33,7 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     page.print(f"\n[bold]{plain(display_name)} → {plain(conversion.path.name)}[/bold]")
     kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     names = source["model_type"], target["model_type"]
-    others = _flow_rows(kv)
-    page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, others, kv.get("ratio_at"))))
+    page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, (), kv.get("ratio_at"))))
     if healing := report["healing"]:
         show_training(page, healing)
     else:
@@ -57,16 +56,6 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         page.print(f"[bold yellow]{plain(useless_message(useless))}[/bold yellow]", soft_wrap=True)
     after = [f"surgery heal {result} --teacher {source_name}"] if first["loss"] is not None and not healing else []
     show_next(page, [f"surgery eval {result} --baseline {source_name}", *after, f"surgery doctor {result}"])
-
-
-def _flow_rows(kv: dict) -> list[tuple[str, str, str]]:
-    """Return table rows of KV peak and footprint; empty if they were not measured."""
-    if "peak_ratio" not in kv:
-        return []
-    return [
-        ("peak size of the KV cache", "100%", share(kv["peak_ratio"])),
-        ("query-key pairs visited", "100%", share(kv["footprint"])),
-    ]
 
 
 def show_plan(plan, called: str, healing=None, *, as_json: bool = False) -> None:

@@ -28,7 +28,7 @@ NOT_TRIED = "not tried"
 class CacheFormat:
     """Cache format of an engine, of keys and values, with the server flags that select it.
 
-    ``status`` says how the simulated arithmetic was verified; ``skips_layers``: whether chosen layers can stay exact.
+    ``status`` says how the simulated arithmetic was verified; ``skips_layers``: whether sliding windows stay exact.
     """
 
     keys: str

@@ -29,7 +29,6 @@ from surgery.running.source import Source
 from surgery.structures.context import ConversionContext, Opened, Settings
 from surgery.structures.estimates import Demand
 from surgery.structures.registry import TARGETS
-from surgery.verification.flow import Flow
 from surgery.verification.written import Verification, verify_by_running
 
 ConfigOf = Callable[[PreTrainedConfig, int, int], PreTrainedConfig]
@@ -52,7 +51,6 @@ class Outcome:
         factors: multipliers of copied tensors, by tensor name.
         splits: tried splits of the budget with their held-out losses.
         shape: shape of the source if it is not a checkpoint of a family.
-        flow: predicts peak and footprint from the numbers of prompt tokens and decoded tokens, in the dtype of the run.
     """
 
     config: dict[str, Any]
@@ -64,7 +62,6 @@ class Outcome:
     custom_class: bool = False
     splits: list[dict[str, Any]] = field(default_factory=list)
     shape: SourceShape | None = None
-    flow: Callable[[int, int], Flow] | None = None
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,6 @@ class Structure(ABC, Generic[Opened, Settings]):
             work.texts.held_out,
             self.settings.batch_size,
             work.progress,
-            flow=outcome.flow,
         )
 
 
