@@ -6,7 +6,6 @@ conversions. These formats quantize tokens before attention reads them, so one f
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.engines.cache_formats import TENSORRT_LLM, CacheFormat, cache_formats
+from surgery.engines.cache_formats import CacheFormat, cache_formats
 from surgery.engines.table import ASKED, verdicts_on
 from surgery.engines.verdict import REFUSED
 from surgery.eval.variants.cache_hook import bytes_of, refusals, windows_of, with_sliding_windows
@@ -149,8 +148,6 @@ def _server(opened: Source, engine: str, called: str) -> str:
     config = opened.reader.config
     if config["model_type"] in LATENT_FAMILIES:
         raise SurgeryError("cache formats are simulated for keys and values of heads; MLA latents are not supported")
-    if engine == TENSORRT_LLM:
-        return f"trtllm-serve {shlex.quote(called)}"
     verdict = next(each for each in verdicts_on(opened.reader, called) if each.engine in ASKED[engine])
     if verdict.status == REFUSED or verdict.command is None:
         raise SurgeryError(f"{verdict.engine} does not load the source, {verdict.reason}")

@@ -71,7 +71,6 @@ class Forecast:
     Attributes:
         config: config.json of the result, with a likely value for each part that calibration decides.
         kv_bytes_per_token: upper bound, in the dtype of the weights.
-        splits: splits of the budget that would be tried.
         settled: whether engine support is known before the conversion.
         engines: table of engines if it cannot be derived from ``config`` yet.
     """
@@ -82,7 +81,6 @@ class Forecast:
     model_type: str
     reasons: list[str]
     demand: Demand
-    splits: list[dict[str, Any]] = field(default_factory=list)
     settled: bool = True
     engines: dict[str, dict] | None = None
 

@@ -38,8 +38,7 @@ class ConversionPlan:
     """Result of a dry run, as plain values. Sizes in bytes, times in seconds.
 
     Attributes:
-        splits: splits of the budget that would be tried, with their KV bytes per token (MLA).
-        kv: KV bytes per token of the source and of the result (the largest of the splits).
+        kv: KV bytes per token of the source and of the result; if several splits of the budget are tried, the most.
         target: target class, reasons for it, and engines; ``frequencies_known``: whether these are known already.
         disk: bytes of the output and of temporary files next to it, and the free space.
         work: floating point operations, measured speed and estimated time; no time for a device that is not present.
@@ -50,7 +49,6 @@ class ConversionPlan:
     source: dict
     out: str
     settings: dict
-    splits: list[dict]
     kv: dict
     target: dict
     tokens: dict
@@ -108,7 +106,6 @@ def plan_conversion(
         source=_source_facts(opened),
         out=str(out),
         settings=settings.to_dict(),
-        splits=forecast.splits,
         kv={"source_bytes_per_token": source_kv, "bytes_per_token": kv, "ratio": kv / source_kv, "ratio_at": shares},
         target={
             "to": target_of(settings).name,

@@ -102,13 +102,6 @@ def test_formats_stand_next_to_conversions(source, tmp_path):
     assert read_plan(tmp_path / "plan.yaml").target.name == conversions.chosen.to
 
 
-def test_tensorrt_llm_is_weighed_by_its_formats_alone(source):
-    plan = make_plan(source, PlanSettings(kv_ratio=0.6, engine="trtllm", **TEXT), called="ckpt")
-    serve = "trtllm-serve ckpt --kv_cache_dtype"
-    assert {row.command for row in plan.rows} == {f"{serve} fp8", f"{serve} nvfp4"}
-    assert all("not tried" in row.status for row in plan.rows)
-
-
 @pytest.mark.parametrize("engine", [None, "mlx", "all"])
 def test_engines_without_a_format_are_refused(engine):
     with pytest.raises(SurgeryError) as message:
