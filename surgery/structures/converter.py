@@ -24,8 +24,8 @@ from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, CONFIG, REPORT, list_files, summary
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.checkpoint.unfinished import Unfinished
-from surgery.common.memory import peak_memory
 from surgery.common.ownership import inventory
+from surgery.common.phase import peak_memory
 from surgery.common.progress import Progress
 from surgery.engines.number_formats import ruinous_formats
 from surgery.engines.table import engine_table
