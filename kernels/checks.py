@@ -6,13 +6,6 @@ import torch
 from torch import Tensor
 
 
-def check_dtypes(name: str, **tensors: Tensor) -> None:
-    """Check that all tensors have the same dtype."""
-    if len({tensor.dtype for tensor in tensors.values()}) > 1:
-        dtypes = ", ".join(f"{what} is {tensor.dtype}" for what, tensor in tensors.items())
-        raise ValueError(f"{name}: {dtypes}: must have the same dtype")
-
-
 def check_counts(name: str, size: int, **counts: Tensor | None) -> None:
     """Check that each count is None or int32 [size]."""
     for what, count in counts.items():

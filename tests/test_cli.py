@@ -130,9 +130,6 @@ def test_a_dry_run_writes_nothing_and_knows_the_result(checkpoints, tmp_path, mo
     assert plan["kv"]["bytes_per_token"] == report["kv"]["measured_bytes_per_token"]
     assert plan["kv"]["source_bytes_per_token"] == report["kv"]["source_bytes_per_token"]
     assert plan["target"]["model_type"] == report["target"]["model_type"]
-    assert [(s["rope_dim"], s["rank"]) for s in plan["splits"]] == [
-        (s["rope_dim"], s["rank"]) for s in report["splits"]
-    ]
     names = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert plan["disk"]["output_bytes"] == pytest.approx(names, rel=0.2)
 

@@ -24,8 +24,8 @@ from transformers import LlamaConfig
 from surgery.calibration.sweep import BoundaryStore, forward_sweep
 from surgery.engines.verdict import OPEN
 from surgery.families.attention import CapturedAttention
+from surgery.inspection.converted import skeleton
 from surgery.running.experts import share_of_experts
-from surgery.running.skeleton import skeleton
 from surgery.running.source import Source
 from surgery.structures.base import LONG
 from surgery.structures.dry_run import plan_conversion

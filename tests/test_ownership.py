@@ -16,11 +16,11 @@ from surgery.checkpoint.file_hashes import CARD, REPORT, hash_files
 from surgery.checkpoint.staging import Staging
 from surgery.checkpoint.work_folder import WorkFolder
 from surgery.common.errors import SurgeryError
-from surgery.common.file_names import file_name
 from surgery.common.ownership import inventory
 from surgery.common.pictures import Svg
 from surgery.evaluation.names import name_and_path
 from surgery.evaluation.output import write_report
+from surgery.evaluation.preparation import file_name
 from surgery.evaluation.store import ResultStore
 from surgery.workflow.recipe import Recipe
 
@@ -237,7 +237,7 @@ class TestNames:
 
     @pytest.mark.parametrize("text", ["../../etc", "/", "..", "a\\..\\b", "a\n/b", "\x1b[31m", "é" * 300])
     def test_file_names_are_plain(self, text):
-        name = file_name(text, "row")
+        name = file_name(text)
         assert Path(name).name == name and name.isprintable() and 0 < len(name) <= 80 and not name.startswith(".")
 
     def test_rows_are_called_as_their_folder(self, tmp_path, monkeypatch):

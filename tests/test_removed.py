@@ -49,6 +49,7 @@ LINES |= {
     "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
+    "engine trtllm": ["plan", "builtin", "--kv-ratio=0.5", "--engine=trtllm"],
     "resume": ["heal", "builtin", "--no-resume"],
     "balanced": ["heal", "builtin", "--no-balanced"],
     "compile": ["heal", "builtin", "--compile"],

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,12 +33,17 @@ def compile_launch(launch: Any, *arguments: Any) -> None:
 
 def compile_only(capability: int, processors: int) -> None:
     """Patch this process to compile kernels for a GPU and to treat CPU tensors as tensors on that GPU."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     from surgery.kernels import backend, launch, plan, split_kv
-    from surgery.kernels.bench.host_cost import NoDriver
 
-    driver.set_active(NoDriver(capability))
+    target = GPUTarget("cuda", capability, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+        )
+    )
     plan._Starter._dispatch = lambda starter, *arguments: compile_launch(starter.launch, *arguments)
     launch.Launch.run = lambda one: compile_launch(one, *(one.arguments[name] for name in one.kernel.arg_names))
     _replace(split_kv.processors, lambda device: processors)

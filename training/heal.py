@@ -85,7 +85,7 @@ def heal(settings: HealSettings, progress: Progress | None = None) -> dict[str, 
     student, teacher = model_named(settings.student), settings.teacher and model_named(settings.teacher)
     settings = replace(settings, student=student, teacher=teacher)
     if settings.wandb is not None:
-        check_wandb(settings.wandb_mode, "wandb")
+        check_wandb(settings.wandb_mode)
     settings = settings.with_batches(world_size())
     accelerator = open_accelerator(settings)
     processes = Processes(cpu=settings.device == "cpu")

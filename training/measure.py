@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from surgery.common.memory import peak_memory as resident_peak
+from surgery.common.phase import peak_memory as resident_peak
 from surgery.eval.logits import evaluation_mode
 from surgery.training.data import IGNORED, TrainingRow, collate
 

@@ -27,7 +27,7 @@ def log_to_wandb(report: Report, *, project: str, mode: Literal["online", "offli
     ``healing_run``: ``entity/project/run_id``. "offline" writes to `folder` only. Raises SurgeryError: wandb is missing
     or reports an error, or the folder cannot be created.
     """
-    check_wandb(mode, "wandb")
+    check_wandb(mode)
     import wandb
 
     locations = []

@@ -11,8 +11,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from surgery.common.errors import SurgeryError
-from surgery.model.cache_layer import CacheLayer, Call, CompactLayer, check_full_attention, hook_calls
-from surgery.model.cache_prediction import CachedLayer
+from surgery.model.cache_layer import CachedLayer, CacheLayer, Call, CompactLayer, check_full_attention, hook_calls
 
 
 class NoVariant(SurgeryError):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from surgery.kernels.checks import check_counts, check_dtypes, check_pages
+from surgery.kernels.checks import check_counts, check_pages
 from surgery.kernels.mla_decode.reference import ragged_latent_attention
 from surgery.kernels.operation import Operation, attention_outputs
 
@@ -56,20 +56,22 @@ def _check(call: SimpleNamespace) -> None:
         raise ValueError(f"mla_decode: {shapes}: latent and rope_key must hold the same tokens")
     if call.pages is None and latent.shape[0] != query.shape[0]:
         raise ValueError(f"mla_decode: batch size is {query.shape[0]} for queries, {latent.shape[0]} for latents")
-    check_dtypes("mla_decode", query=query, latent=latent, rope_key=rope_key)
+    if not query.dtype == latent.dtype == rope_key.dtype:
+        dtypes = f"query is {query.dtype}, latent is {latent.dtype}, rope_key is {rope_key.dtype}"
+        raise ValueError(f"mla_decode: {dtypes}: must have the same dtype")
     check_pages("mla_decode", query.shape[0], call.pages)
-    check_gain("mla_decode", query, call.key_gain, latent.shape[:2])
+    check_gain(query, call.key_gain, latent.shape[:2])
     check_counts("mla_decode", query.shape[0], lengths=call.lengths, starts=call.starts)
 
 
-def check_gain(name: str, query: Tensor, key_gain: Tensor | None, tokens: tuple[int, ...]) -> None:
+def check_gain(query: Tensor, key_gain: Tensor | None, tokens: tuple[int, ...]) -> None:
     """Check that gains match the tokens and that the number of query heads is a multiple of the number of gains."""
     if key_gain is None:
         return
     if key_gain.dim() != 3 or key_gain.shape[:2] != tokens:
-        raise ValueError(f"{name}: key_gain must be {list(tokens)} + [G], not {list(key_gain.shape)}")
+        raise ValueError(f"mla_decode: key_gain must be {list(tokens)} + [G], not {list(key_gain.shape)}")
     if key_gain.shape[-1] == 0 or query.shape[2] % key_gain.shape[-1]:
-        raise ValueError(f"{name}: {query.shape[2]} query heads must be a multiple of {key_gain.shape[-1]} gains")
+        raise ValueError(f"mla_decode: {query.shape[2]} query heads must be a multiple of {key_gain.shape[-1]} gains")
 
 
 def unsupported(call: SimpleNamespace) -> str | None:

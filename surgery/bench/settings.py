@@ -25,6 +25,6 @@ class KernelRequest(FileSettings):
     dtype: str | None = setting(
         None, "bfloat16, float16 or float32.", unset="bfloat16; on a CPU float32", metavar="NAME"
     )
-    baselines: bool = setting(True, "Measure PyTorch's kernels as well (SDPA, FlexAttention).", section="Measuring")
+    baselines: bool = setting(True, "Measure PyTorch's kernels as well (SDPA).", section="Measuring")
     limit: float | None = setting(None, "Start no further case after this time.", unset="no limit", metavar="SECONDS")
     device: str = setting("auto", "Device: cpu, cuda, cuda:1 …; auto is cuda if available.", metavar="NAME")

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
 
+import psutil
+
 from surgery.common.human import duration, size
-from surgery.common.memory import peak_memory, resident_memory
 
 SAMPLED_EVERY, TOLD_EVERY = 0.1, 60.0
 """Seconds between memory samples, and between progress lines of a long phase."""
+
+
+def resident_memory() -> int:
+    """Return the current resident memory of this process in bytes."""
+    return psutil.Process().memory_info().rss
+
+
+def peak_memory() -> int:
+    """Return the peak resident memory of this process so far in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Phase:

@@ -48,6 +48,7 @@ REMOVED = {
     "ruler_samples": RULER,
     "ruler_tasks": RULER,
     "ruler_floor": RULER,
+    "engine trtllm": "no format was tried there: use --engine vllm, whose fp8 and nvfp4 are the same",
     "quick": "choose what to measure: --shapes llama3-8b --contexts 8k,128k --batches 1,8",
     "tune": TUNED,
     "tuned": TUNED,

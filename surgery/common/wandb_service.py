@@ -16,25 +16,25 @@ def init_mode(mode: str) -> str | None:
     return None if mode == "online" else mode
 
 
-def check_wandb(mode: str, setting: str, *, connect: bool = False) -> None:
+def check_wandb(mode: str, *, connect: bool = False) -> None:
     """Check that wandb is installed and, if it will log online, has a key, which the service accepts if asked.
 
-    Raises SurgeryError about ``setting``: the check failed.
+    Raises SurgeryError about ``wandb``: the check failed.
     """
     try:
         import wandb
     except ImportError:
-        raise SurgeryError("logging to wandb needs wandb: pip install wandb", setting=setting) from None
+        raise SurgeryError("logging to wandb needs wandb: pip install wandb", setting="wandb") from None
     if mode != "online" or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return
     if not _has_key():
-        raise SurgeryError("not logged in to wandb; run wandb login, or use wandb_mode offline", setting=setting)
+        raise SurgeryError("not logged in to wandb; run wandb login, or use wandb_mode offline", setting="wandb")
     if connect:
         try:
             _ = wandb.Api(timeout=SECONDS).viewer
         except Exception as error:  # wandb and its HTTP client raise many classes
             reason = " ".join(str(error).split())[:200]
-            raise SurgeryError(f"no connection to wandb: {reason}; use wandb_mode offline", setting=setting) from error
+            raise SurgeryError(f"no connection to wandb: {reason}; use wandb_mode offline", setting="wandb") from error
 
 
 def _has_key() -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from surgery.common.errors import SurgeryError
-from surgery.common.human import cost, duration, origin, per_token, share, size, with_perplexity
+from surgery.common.human import duration, origin, share, size, with_perplexity
 from surgery.common.machine import seconds_since_start
 from surgery.common.tables import terminal
 from surgery.common.tables.table import Column
@@ -33,15 +33,14 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     page.print(f"\n[bold]{plain(display_name)} → {plain(conversion.path.name)}[/bold]")
     kv_bytes = kv["source_bytes_per_token"], kv["measured_bytes_per_token"]
     names = source["model_type"], target["model_type"]
-    others = _flow_rows(kv)
-    page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, others, kv.get("ratio_at"))))
+    page.print(terminal.render(before_and_after(kv_bytes, report["ladder"], names, (), kv.get("ratio_at"))))
     if healing := report["healing"]:
         show_training(page, healing)
     else:
         _show_stages(page, report["ladder"])
         _show_layers(page, conversion.report.layers)
     if report["splits"]:
-        _show_splits(page, report["splits"], is_tried=True)
+        _show_splits(page, report["splits"])
     _show_target(page, target, conversion.path)
     phases = sum(report["seconds"].values())
     page.print(
@@ -57,16 +56,6 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         page.print(f"[bold yellow]{plain(useless_message(useless))}[/bold yellow]", soft_wrap=True)
     after = [f"surgery heal {result} --teacher {source_name}"] if first["loss"] is not None and not healing else []
     show_next(page, [f"surgery eval {result} --baseline {source_name}", *after, f"surgery doctor {result}"])
-
-
-def _flow_rows(kv: dict) -> list[tuple[str, str, str]]:
-    """Return table rows of KV peak and footprint; empty if they were not measured."""
-    if "peak_ratio" not in kv:
-        return []
-    return [
-        ("peak size of the KV cache", "100%", share(kv["peak_ratio"])),
-        ("query-key pairs visited", "100%", share(kv["footprint"])),
-    ]
 
 
 def show_plan(plan, called: str, healing=None, *, as_json: bool = False) -> None:
@@ -90,7 +79,6 @@ def _show_plan(plan, called: str, healing) -> None:
     names = source["model_type"], plan.target["model_type"]
     weights = ("weights on disk", size(source["weight_bytes"]), size(disk["output_bytes"]))
     page.print(terminal.render(before_and_after(kv_bytes, (), names, [weights], kv.get("ratio_at"))))
-    _show_splits(page, plan.splits, is_tried=False)
     _show_target(page, plan.target, plan.out)
     memory, device = plan.memory, plan.memory["device_bytes"]
     rows = [
@@ -138,40 +126,29 @@ def _show_layers(page: Console, layers: list) -> None:
     page.print(make_table(["layer", *layers[0].columns(), *stages], rows))
 
 
-def _show_splits(page: Console, splits: list[dict], *, is_tried: bool) -> None:
-    """Print the budget splits: tried ones with their losses, planned ones with their KV bytes."""
-    if not splits or (len(splits) == 1 and is_tried):
+def _show_splits(page: Console, splits: list[dict]) -> None:
+    """Print the budget splits that were tried, with their losses."""
+    if len(splits) == 1:
         return
     folds = any(split.get("fold", 1) > 1 for split in splits)
     spread = any("rotation_weight" in split for split in splits)
-    last = "held-out loss (perplexity)" if is_tried else "KV per token"
-    losses = [split["held_out_loss"] for split in splits if split.get("held_out_loss") is not None]
+    best = min((split["held_out_loss"] for split in splits if split["held_out_loss"] is not None), default=None)
     rows = []
     for split in splits:
-        loss = split.get("held_out_loss")
-        value = with_perplexity(loss) if is_tried else per_token(split["kv_bytes_per_token"])
-        is_chosen = is_tried and loss == min(losses, default=None)
+        loss = split["held_out_loss"]
         more = (split.get("fold", 1),) if folds else (split["rotation_weight"],) if spread else ()
         sizes = (f"{split[name]:.4g}" for name in ("rope_dim", "rank"))
-        rows.append((*sizes, *more, value, "chosen" if is_chosen else ""))
-    page.print("splits of the budget" + (", as tried" if is_tried else ", to be tried"))
-    names = (
-        ["rotary dims", "latent rank"] if not spread else ["rotary dims, mean", "latent rank, mean", "rotation weight"]
-    )
-    page.print(make_table([*names, *(["fold"] if folds else []), last, ""], rows))
+        rows.append((*sizes, *more, with_perplexity(loss), "chosen" if loss == best else ""))
+    page.print("splits of the budget, as tried")
+    mean = ", mean" * spread
+    names = [f"rotary dims{mean}", f"latent rank{mean}", *["rotation weight"] * spread, *["fold"] * folds]
+    page.print(make_table([*names, "held-out loss (perplexity)", ""], rows))
 
 
 def _show_target(page: Console, target: dict, result: str | Path) -> None:
     page.print(class_and_why(target["model_type"], target["reasons"]), soft_wrap=True)
     page.print(make_table(["engine", "support"], support_lines(target["engines"]).items()))
     show_commands(page, target["engines"], result)
-    limits = target.get("engine_limits")
-    if limits:
-        loss_increase = limits["held_out_loss"] - limits["free_held_out_loss"]
-        free = " + ".join(map(str, limits["free_split"]))
-        page.print(
-            f"--engine {limits['engine']}: {cost(loss_increase)}, compared with the split {free} with free frequencies"
-        )
 
 
 def class_and_why(model_type: str, reasons: list[str]) -> str:

@@ -2,8 +2,8 @@
 
 Names are those of :data:`surgery.eval.variants.engine_cache.FORMATS`, which simulates their arithmetic. Formats that
 are not simulated are missing: SGLang's fp4_mx_block16, mlx-lm's --kv-bits, calibrated scales, and formats of unmerged
-branches. vLLM's flags are those of version 0.32 (``config/cache.py``). The flags of llama.cpp, SGLang and TensorRT-LLM
-(#11487) were neither verified in the source nor passed to a server: not tried.
+branches. vLLM's flags are those of version 0.32 (``config/cache.py``). The flags of llama.cpp and SGLang
+were neither verified in the source nor passed to a server: not tried.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from surgery.common.errors import SurgeryError
 from surgery.engines.limits import ENGINES
 from surgery.engines.trials import LLAMA_CPP, VLLM_CPU
 
-TENSORRT_LLM = "trtllm"
-"""Engine for which only cache formats are listed."""
-Server = Literal["vllm", "sglang", "llama.cpp", "mlx", "all", "trtllm"]
+Server = Literal["vllm", "sglang", "llama.cpp", "mlx", "all"]
 
 COMPARED_VLLM = f"arithmetic compared with vLLM {VLLM_CPU.version}'s own"
 COMPARED_LLAMA_CPP = f"losses compared with llama.cpp {LLAMA_CPP.version}'s own"
@@ -28,7 +26,7 @@ NOT_TRIED = "not tried"
 class CacheFormat:
     """Cache format of an engine, of keys and values, with the server flags that select it.
 
-    ``status`` says how the simulated arithmetic was verified; ``skips_layers``: whether chosen layers can stay exact.
+    ``status`` says how the simulated arithmetic was verified; ``skips_layers``: whether sliding windows stay exact.
     """
 
     keys: str
@@ -66,10 +64,6 @@ CACHE_FORMATS: dict[str, tuple[CacheFormat, ...]] = {
     "sglang": (
         CacheFormat("fp8", "fp8", "--kv-cache-dtype fp8_e4m3", NOT_TRIED),
         CacheFormat("nvfp4", "nvfp4", "--kv-cache-dtype nvfp4", NOT_TRIED),
-    ),
-    TENSORRT_LLM: (
-        CacheFormat("fp8", "fp8", "--kv_cache_dtype fp8", NOT_TRIED),
-        CacheFormat("nvfp4", "nvfp4", "--kv_cache_dtype nvfp4", NOT_TRIED),
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from surgery.calibration.held_out_documents import default_names
 from surgery.checkpoint.disk import as_json
 from surgery.checkpoint.output_path import refuse_output_inside, working_output
 from surgery.common.errors import SurgeryError
-from surgery.common.file_names import file_name
 from surgery.common.progress import Progress
 from surgery.common.wandb_service import check_wandb
 from surgery.eval.report.document import Report, read_report
@@ -105,7 +105,7 @@ def prepare(request: EvaluationRequest, progress: Progress) -> Prepared:
     """
     settings = request.settings
     if settings.wandb:
-        check_wandb(settings.wandb_mode, "wandb")
+        check_wandb(settings.wandb_mode)
     baseline, checkpoints = _open(request, progress)
     rows = [ModelRow(c.name, "baseline" if c is baseline else "checkpoint", c) for c in checkpoints]
     check_names(rows)
@@ -116,10 +116,15 @@ def prepare(request: EvaluationRequest, progress: Progress) -> Prepared:
     tasks = build_tasks(settings, tokenizer, checkpoints[0].reader.config, progress)
     main_row = next((row for row in rows if row.role == "checkpoint"), rows[0])
     beside = working_output(main_row.checkpoint.source, "eval")
-    out = request.out or beside.with_name(f"{file_name(main_row.name, 'report')}-eval")
+    out = request.out or beside.with_name(f"{file_name(main_row.name)}-eval")
     for row in rows:
         refuse_output_inside(row.checkpoint.reader.source, out)
     return Prepared(settings, rows, tokenizer, tasks, out)
+
+
+def file_name(text: str) -> str:
+    """Make a safe file name: dashes replace special characters, separators included; "report" if nothing is left."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.")[:80] or "report"
 
 
 def _changed_settings(old: Report, settings: EvalSettings, tasks: Tasks) -> list[str]:

@@ -266,7 +266,7 @@ def _check_finite(row: ModelRow, task: str, result: Any) -> None:
 
 def _opened_store(prepared: Prepared, request: EvaluationRequest, stack: ExitStack) -> ResultStore:
     if request.settings.wandb:
-        check_wandb(request.settings.wandb_mode, "wandb", connect=True)
+        check_wandb(request.settings.wandb_mode, connect=True)
     store = ResultStore.open(prepared.out)
     stack.enter_context(output_lock(prepared.out))
     if request.restart:

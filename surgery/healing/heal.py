@@ -116,7 +116,7 @@ def heal_checkpoint(request: HealRequest, progress: Progress | None = None) -> H
     work = work_folder.path
     settings = training_settings(request, student, work, staging.out)
     if settings.wandb is not None:
-        check_wandb(settings.wandb_mode, "wandb")
+        check_wandb(settings.wandb_mode)
     work_folder.open()
     resumes_from(work / f"{TRAINED}.run" / "checkpoints")
     with output_lock(work):

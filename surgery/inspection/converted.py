@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from surgery import model as own_model
 from surgery.architectures.custom_class import MODEL_TYPE, layer_entries, own_config
+from surgery.checkpoint.config_file import arguments
 from surgery.checkpoint.reader import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.common.human import per_token
@@ -17,9 +21,11 @@ from surgery.model.latent_entry import LatentEntry
 from surgery.model.layer_entry import LayerEntry, caches_latents
 from surgery.model.low_rank_entry import LowRankEntry
 from surgery.running.kv_bytes import kv_bytes_of
-from surgery.running.loading import load_config
-from surgery.running.skeleton import skeleton
+from surgery.running.loading import LOADING, load_config, without_initial_values
 from surgery.running.source import attention_dtype
+
+if TYPE_CHECKING:
+    from surgery.model import SurgeryForCausalLM
 
 MODEL_TYPES = (MODEL_TYPE, *LATENT_FAMILIES)
 MOST_KINDS = 6
@@ -62,6 +68,18 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
         },
         "targets": [],
     }
+
+
+def skeleton(config: dict, dtype: torch.dtype) -> SurgeryForCausalLM:
+    """Build the model of a config.json on the meta device. Raises SurgeryError: the config is invalid."""
+    from transformers import AutoModelForCausalLM
+
+    own_model.register()
+    try:
+        with torch.device("meta"), without_initial_values():
+            return AutoModelForCausalLM.from_config(own_model.SurgeryConfig(**arguments(config)), dtype=dtype)
+    except LOADING as error:
+        raise SurgeryError(str(error) or repr(error)) from None
 
 
 def _architecture(reader: CheckpointReader, config: Any, kinds: list[str], dtype: Any) -> dict[str, Any]:

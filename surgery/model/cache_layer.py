@@ -10,7 +10,8 @@ Remote code that ships with the checkpoint: imports only torch, transformers and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -56,13 +57,6 @@ class CompactLayer(CacheLayerMixin):
         """Predict the bytes of the layer after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
         raise NotImplementedError
 
-    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Predict the bytes of the layer and of returned tensors after each `update` in a pass over `new` tokens.
-
-        `past_length`: tokens in the cache before the pass. `cached`: the `CachedLayer` of an empty layer.
-        """
-        raise ValueError(f"peak memory of {self.form} cannot be predicted; measure it")
-
     def reserve(self, tokens: int) -> None:
         """Have the first update allocate memory for `tokens` tokens in all, so that no step copies the cache."""
         self.reserved = tokens
@@ -107,6 +101,38 @@ class CompactLayer(CacheLayerMixin):
 
 CacheLayer = CompactLayer | DynamicSlidingWindowLayer
 """Cache layer of converted attention, or of an unchanged layer with a sliding window."""
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """One cache layer and the shape of a token in it.
+
+    Attributes:
+        layer: empty cache layer.
+        batch: batch size.
+        heads, key_dim, value_dim: number of heads and their widths, per token.
+        dtype: dtype of the model.
+    """
+
+    layer: CacheLayerMixin
+    batch: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of every row, unquantized."""
+        return self.batch * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def held(self, tokens: int) -> int:
+        """Return the bytes of the layer after `tokens` tokens of every row."""
+        if isinstance(self.layer, CompactLayer):
+            size = {"batch": self.batch, "heads": self.heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
+            return self.layer.predicted_bytes(tokens, **size, dtype=self.dtype)
+        # A full window holds one token less than a query sees: the query's own token is new.
+        return self.token_bytes * (min(tokens, self.layer.sliding_window - 1) if self.layer.is_sliding else tokens)
 
 
 def check_full_attention(config: PreTrainedConfig, form: str, unchanged: Collection[int] = ()) -> None:

@@ -17,7 +17,6 @@ from transformers.utils import can_return_tuple
 from .attention_functions import family_attention_class
 from .cache_argument import CACHE, returned_cache, takes_cache
 from .cache_layer import CacheLayer, CompactLayer, check_full_attention
-from .cache_prediction import footprint, peak_bytes
 from .configuration_surgery import SurgeryConfig
 from .converted_decoder import ConvertedModel, cache_layers, cached_layers, convert_decoder, family_decoder_class
 from .logit_factor import logit_cap, logit_factor
@@ -101,46 +100,6 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
         """Predict the cache bytes of every layer; not for layers that share a cache."""
         return [0 if layer is None else layer.held(tokens) for layer in cached_layers(self.config, batch, self.dtype)]
-
-    def kv_peak_bytes(self, batch: int, prompt: int, chunk: int, steps: int) -> int:
-        """Predict the peak bytes of keys and values during prefill and decoding, in the model's dtype.
-
-        The peak is over all calls of a cache layer's `update` (in a hybrid layer `full.update`, then
-        `streaming.update` for each piece). Each counts the whole cache after the call, and those returned tensors that
-        share no storage with it: dequantized tokens, or a copy of the window and the new tokens. The means of dropped
-        tokens that attention takes from a compensated layer count as well. New tokens before they are cached, and
-        keys and values that attention rebuilds from latents, do not count.
-
-        Args:
-            batch: batch size, without padding.
-            prompt: prompt tokens per row, prefilled `chunk` at a time.
-            steps: tokens decoded after the prompt, one by one.
-
-        Raises:
-            ValueError: layers share a cache or keep a state, whose peak can only be measured; sizes below 1; `steps`
-                below 0.
-        """
-        if min(batch, prompt, chunk) < 1 or steps < 0:
-            raise ValueError(f"{batch=}, {prompt=} and {chunk=} must be at least 1, {steps=} at least 0")
-        if self.is_blockwise:
-            raise ValueError("peak memory of a cache that layers share cannot be predicted; measure it")
-        if None in (layers := cached_layers(self.config, batch, self.dtype)):
-            raise ValueError("peak memory of a cache next to recurrent states cannot be predicted; measure it")
-        return peak_bytes(layers, prompt, chunk, steps)
-
-    def kv_footprint(self, prompt: int, steps: int) -> float:
-        """Compute the share of query-key pairs of full causal attention that this model visits.
-
-        Counts pairs per query head over `prompt` and `steps` decoded tokens in rows without padding, however the prompt
-        is chunked. A compensation token is one key. A token cached twice, as latent and in full precision, counts once.
-        """
-        heads, layers = self.config.num_attention_heads, cached_layers(self.config, 1, self.dtype)
-        windows = [
-            entry.windows(self.config) or [(heads, getattr(cached.layer, "sliding_window", None), False)]
-            for cached, entry in zip(layers, entries_of(self.config), strict=True)
-            if cached is not None
-        ]
-        return footprint(prompt + steps, heads, windows)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

@@ -20,8 +20,7 @@ from .attention_functions import (
     own_softmax,
 )
 from .cache_argument import CACHE_NAMES
-from .cache_layer import CacheLayer, Call, hook_calls
-from .cache_prediction import CachedLayer
+from .cache_layer import CachedLayer, CacheLayer, Call, hook_calls
 from .configuration_surgery import SurgeryConfig, check_config
 from .packed_rows import new_tokens, take_documents
 from .parts import DECODERS, attention_class, entries_of, has_compact_layers, part, parts_of

@@ -14,7 +14,6 @@ Remote code that ships with the checkpoint: imports only torch, transformers and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -100,16 +99,6 @@ class StreamingLayer(SinkWindowLayer):
         else:
             token = self.codes.token_bytes(key_dim, dtype) + self.codes.token_bytes(value_dim, dtype)
         return batch * (heads * self.kept(tokens) * token + self.mean_bytes(key_dim, value_dim, dtype))
-
-    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Predict the bytes after the update of each piece."""
-        for first in range(past_length, past_length + new, self.piece):
-            last = min(first + self.piece, past_length + new)
-            means = cached.batch * self.mean_bytes(cached.key_dim, cached.value_dim, cached.dtype)
-            read = cached.token_bytes * (self.kept(first) + last - first) + means * (last - first)
-            # `Dropped.count` is int64, per row and query.
-            counts = cached.batch * (last - first) * 8 if self.compensated else 0
-            yield cached.held(last) + read + counts
 
     def mean_bytes(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes of a row's means for one query, or of its sums, over all compensated heads."""
@@ -265,32 +254,17 @@ class HybridLayer(CompactLayer):
         settings = (part and (type(part), *part.settings()) for part in (self.full, self.streaming))
         return *settings, self.full_heads, self.full_width
 
-    def part_sizes(self, heads: int, key_dim: int, value_dim: int) -> Iterator[tuple[CompactLayer, dict[str, int]]]:
-        """Yield each part and its share of a token, as arguments of `predicted_bytes`."""
-        for part in self.parts:
-            is_full = part is self.full
-            size = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
-            name, own = ("key_dim", self.full_width) if self.full_width else ("heads", self.full_heads)
-            size[name] = own if is_full else size[name] - own
-            yield part, size
-
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
         """Predict the bytes of both parts after `tokens` tokens [batch, heads, tokens, key_dim or value_dim]."""
-        sizes = self.part_sizes(heads, key_dim, value_dim)
-        return sum(part.predicted_bytes(tokens, batch=batch, **size, dtype=dtype) for part, size in sizes)
-
-    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Predict the bytes after the updates of the full part, then after those of the streaming part."""
-        parts = [
-            replace(cached, layer=part, **size)
-            for part, size in self.part_sizes(cached.heads, cached.key_dim, cached.value_dim)
-        ]
-        for number, part in enumerate(parts):
-            others = sum(other.held(past_length + new) for other in parts[:number])
-            others += sum(other.held(past_length) for other in parts[number + 1 :])
-            yield from (others + part_bytes for part_bytes in part.updates(past_length, new))
+        total = 0
+        for part in self.parts:
+            size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim, "dtype": dtype}
+            name, own = ("key_dim", self.full_width) if self.full_width else ("heads", self.full_heads)
+            size[name] = own if part is self.full else size[name] - own
+            total += part.predicted_bytes(tokens, **size)
+        return total
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise ValueError: the parts initialize themselves."""

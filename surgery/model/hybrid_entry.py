@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .grouped_entry import GroupedEntry
-from .layer_entry import LayerEntry, Windows, window_problem
+from .layer_entry import LayerEntry, window_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class HybridEntry(GroupedEntry):
     attention = "hybrid_attention", "HybridAttention"
     has_gate = False
     streams = True
+    gives_weights = property(lambda self: not self.streaming_heads)
 
     full_heads: int
     compensated_heads: int
@@ -48,13 +49,3 @@ class HybridEntry(GroupedEntry):
         if sorted(self.head_order) != list(range(heads)):
             return f"head_order must list each of the {heads} KV heads once"
         return window_problem(self.sinks, self.recent)
-
-    def windows(self, config: Any) -> Windows:
-        """Return the windows of full, plain streaming and compensated query heads."""
-        size, window = config.num_attention_heads // self.kv_heads, self.sinks + self.recent
-        plain = self.streaming_heads - self.compensated_heads
-        return [
-            (self.full_heads * size, None, False),
-            (plain * size, window, False),
-            (self.compensated_heads * size, window, True),
-        ]

@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-Windows = list[tuple[int, int | None, bool]]
-"""Groups of query heads: number of heads, most tokens that they see (None: all), whether they are compensated."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerEntry:
@@ -27,6 +24,7 @@ class LayerEntry:
         has_rope_part: whether rotated keys are cached apart from latents, so that `kv_cache` may set their format.
         shares_cache: whether the layer shares its cache with other layers.
         streams: whether some heads or latents are cached for sinks and a window only.
+        gives_weights: whether the attention can return weights over all tokens.
         has_window: whether full-precision tokens are cached next to latents.
         joined: whether the layer reads the cached latents of the layer before it.
         quantizes: whether the entry itself defines a quantization token by token.
@@ -37,6 +35,7 @@ class LayerEntry:
     attention: ClassVar[tuple[str, str]]
     nested: ClassVar[Mapping[str, type]] = {}
     has_gate = has_rope_part = shares_cache = streams = has_window = joined = quantizes = False
+    gives_weights = True
     ranks = ()
     codes = None
 
@@ -71,13 +70,6 @@ class LayerEntry:
         """Return the elements of a key as attention reads it."""
         rope = getattr(config, "qk_rope_head_dim", None)
         return head_dim_of(config) if rope is None else config.qk_nope_head_dim + rope
-
-    def windows(self, config: Any) -> Windows | None:
-        """Return the windows of query heads; None if all see the same tokens as the family's own."""
-
-    def gives_weights(self, config: Any) -> bool:
-        """Return whether the attention can return weights over all tokens."""
-        return all(not heads or window is None for heads, window, _ in self.windows(config) or ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .layer_entry import LayerEntry, Windows, codes_problem, head_dim_of, kv_heads_of, window_problem
+from .layer_entry import LayerEntry, codes_problem, head_dim_of, kv_heads_of, window_problem
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class LowRankEntry(LayerEntry):
     streaming: StreamingBlocks | None = None
 
     streams = property(lambda self: self.streaming is not None)
+    gives_weights = property(lambda self: not self.streaming)
     has_window = property(lambda self: self.window > 0)
     joined = property(lambda self: self.shared_layers > 0)
     ranks = property(lambda self: tuple(block.rank for block in self.blocks))
@@ -73,15 +74,6 @@ class LowRankEntry(LayerEntry):
         """Return the number of latent elements; only tokens of a window have keys and values as well."""
         heads, latents, _ = self.cached_shape(config)
         return heads * latents
-
-    def windows(self, config: Any) -> Windows | None:
-        """Return the windows of full and streaming query heads; None if no block streams."""
-        if not self.streaming:
-            return None
-        heads = sum(len(self.blocks[number].keys) for number in self.streaming.blocks)
-        heads *= config.num_attention_heads // kv_heads_of(config)
-        window = self.streaming.sinks + self.streaming.recent
-        return [(config.num_attention_heads - heads, None, False), (heads, window, False)]
 
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the blocks, the window, shared latents and streaming blocks."""

@@ -5,8 +5,7 @@ Remote code that ships with the checkpoint: imports only torch, transformers and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,10 +44,6 @@ class PlainLayer(CompactLayer, DynamicLayer):
     ) -> int:
         """Predict the bytes of `tokens` tokens."""
         return batch * heads * tokens * (key_dim + value_dim) * dtype.itemsize
-
-    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Predict the bytes after an update, which returns views of the cache."""
-        yield cached.held(past_length + new)
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:

@@ -15,8 +15,7 @@ Remote code that ships with the checkpoint: imports only torch, transformers and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -92,10 +91,6 @@ class QuantizedKVLayer(CompactLayer):
         """Return the arguments of the constructor."""
         whole = self.format, self.group, self.window, self.keys_by, self.sinks
         return *whole, self.value_format, self.spans, self.clip
-
-    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Predict the bytes after an update, which dequantizes all tokens."""
-        yield cached.held(past_length + new) + cached.token_bytes * (past_length + new)
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype

@@ -4,8 +4,7 @@ The bi-branch cache of CSKV (arXiv:2409.10593) with attention sinks. Recent toke
 has to be computed when a token leaves the window.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,16 +43,9 @@ class ResidualWindowLayer(CompactLayer):
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
     ) -> int:
         """Predict the bytes after `tokens` tokens of `key_dim` latent and `value_dim` full-precision elements."""
-        exact = residual_window_tokens(*self.exact.settings(), tokens) * value_dim
+        exact = min(tokens, sum(self.exact.settings()) - 1) * value_dim
         size = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": 0, "dtype": dtype}
         return self.latents.predicted_bytes(tokens, **size) + batch * heads * exact * dtype.itemsize
-
-    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Predict the bytes after an update, which copies full-precision tokens and dequantizes quantized latents."""
-        exact = residual_window_tokens(*self.exact.settings(), past_length) + new
-        latents = 0 if type(self.latents) is PlainLayer else past_length + new
-        read = latents * cached.key_dim + exact * cached.value_dim
-        yield cached.held(past_length + new) + cached.batch * cached.heads * read * cached.dtype.itemsize
 
     @property
     def padding(self) -> LeftPadding | None:
@@ -105,8 +97,3 @@ class ResidualWindowLayer(CompactLayer):
             return
         self.exact._map_rows(change)
         self.latents._map_rows(change)
-
-
-def residual_window_tokens(sinks: int, window: int, tokens: int) -> int:
-    """Return how many of `tokens` tokens a `ResidualWindowLayer` holds in full precision between forward passes."""
-    return min(tokens, sinks + window - 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .latent_entry import LatentEntry
-from .layer_entry import LayerEntry, Windows, window_problem
+from .layer_entry import LayerEntry, window_problem
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class StreamingLatentEntry(LatentEntry):
     attention = "streaming_latent_attention", "StreamingLatentAttention"
     nested = {"streaming": Streaming}  # noqa: RUF012
     streams = True
+    gives_weights = False
 
     streaming: Streaming
 
@@ -33,7 +34,3 @@ class StreamingLatentEntry(LatentEntry):
         """Validate the window, the rank and the codes."""
         window = window_problem(self.streaming.sinks, self.streaming.recent)
         return window or super().problem(config, index, entries)
-
-    def windows(self, config: Any) -> Windows:
-        """Return one window for all query heads."""
-        return [(config.num_attention_heads, self.streaming.sinks + self.streaming.recent, False)]

@@ -10,8 +10,7 @@ Remote code that ships with the checkpoint: imports only torch, transformers and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,10 +51,6 @@ class TokenCacheLayer(CompactLayer):
             return 0
         row_bytes = self.packed_bytes + GAIN_BYTES * (key_dim + value_dim - self.channels)
         return batch * heads * (tokens * row_bytes + self.first * self.channels * dtype.itemsize)
-
-    def updates(self, cached: Any, past_length: int, new: int) -> Iterator[int]:
-        """Predict the bytes after an update, which returns no copies."""
-        yield cached.held(past_length + new)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take batch size, widths, dtype and device from the first tokens."""

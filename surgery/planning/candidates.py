@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from surgery.calibration.settings import ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
-from surgery.engines.cache_formats import TENSORRT_LLM
 from surgery.engines.table import refuse_unless_loadable
 from surgery.families import LATENT_FAMILIES
 from surgery.planning.settings import BITS, PlanSettings
@@ -198,8 +197,6 @@ def structure_of(
 
 def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterator[tuple[Target, Candidate]]:
     """Yield the candidates of every target that the plan allows, for the source's config.json."""
-    if settings.engine == TENSORRT_LLM:  # its support of converted checkpoints is unknown
-        return
     for target in TARGETS.working().values():
         if target.fixed or not settings.allows(target.name):
             continue

@@ -6,16 +6,14 @@ conversions. These formats quantize tokens before attention reads them, so one f
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from surgery.common.errors import SurgeryError
-from surgery.engines.cache_formats import TENSORRT_LLM, CacheFormat, cache_formats
+from surgery.engines.cache_formats import CacheFormat, cache_formats
 from surgery.engines.table import ASKED, verdicts_on
 from surgery.engines.verdict import REFUSED
 from surgery.eval.variants.cache_hook import bytes_of, refusals, windows_of, with_sliding_windows
@@ -31,14 +29,12 @@ from surgery.running.source import Source
 from surgery.structures.context import ConversionContext
 from surgery.structures.passing import source_anatomy
 
-EXACT = Exact()
-
 
 @dataclass(frozen=True)
 class EngineFormat:
     """Cache format of the plan's engine, for the unconverted source, with its server's command without cache flags.
 
-    ``layers`` has an empty cache layer for each; sliding-window layers, and ``skipped`` ones, stay in full precision.
+    ``layers`` has an empty cache layer for each; those with sliding windows stay in full precision.
     """
 
     engine: str
@@ -47,7 +43,6 @@ class EngineFormat:
     opened: Source
     settings: PlanSettings
     layers: tuple[CacheLayer, ...]
-    skipped: tuple[int, ...] = ()
     to = None
 
     @property
@@ -73,8 +68,7 @@ class EngineFormat:
     @property
     def name(self) -> str:
         """Display name, unique among the candidates."""
-        skipped = f", layers {' '.join(map(str, self.skipped))} exact" if self.skipped else ""
-        return f"{self.engine}: {self.format.name}{skipped}"
+        return f"{self.engine}: {self.format.name}"
 
     @cached_property
     def kv_bytes(self) -> float:
@@ -84,23 +78,12 @@ class EngineFormat:
 
     def command(self, called: str) -> str:
         """Return the command line that serves the source with this format."""
-        skipped = [*map(str, self.skipped)]
-        if len(self.full_attention) < len(self.layers):
-            skipped.insert(0, "sliding_window")
-        flag = f" --kv-cache-dtype-skip-layers {' '.join(skipped)}" if skipped else ""
-        return f"{self.serve} {self.format.flags}{flag}"
+        windowed = any(layer.is_sliding for layer in self.layers)
+        return f"{self.serve} {self.format.flags}{' --kv-cache-dtype-skip-layers sliding_window' * windowed}"
 
     def leaves(self, layer: int) -> bool:
         """Return whether the engine keeps a layer in full precision."""
-        return self._has_window(layer) or isinstance(self.layers[layer].key_coder, Exact)
-
-    @property
-    def full_attention(self) -> list[int]:
-        """Indices of the layers without a sliding window."""
-        return [layer for layer in range(len(self.layers)) if not self._has_window(layer)]
-
-    def _has_window(self, layer: int) -> bool:
-        return self.layers[layer].is_sliding
+        return self.layers[layer].is_sliding or isinstance(self.layers[layer].key_coder, Exact)
 
     def group(self, layer: int) -> range:
         """Return the layer alone: layers run separately."""
@@ -109,27 +92,6 @@ class EngineFormat:
     def attention(self, work: ConversionContext, layer: int) -> nn.Module:
         """Return the source's attention over the engine's cache format."""
         return CodedAttention(source_anatomy(self.opened, layer), self.layers[layer])
-
-    def skipping(self, layers: Sequence[int]) -> EngineFormat:
-        """Return the format with these layers in full precision."""
-        layers = sorted(layer for layer in layers if not self._has_window(layer))
-        caches = [CodedLayer(EXACT, EXACT) if index in layers else layer for index, layer in enumerate(self.layers)]
-        return replace(self, layers=tuple(caches), skipped=tuple(layers))
-
-    def filled(self, budget: float, order: Sequence[int]) -> EngineFormat | None:
-        """Return the format with as many layers in full precision as fit a budget; None if not even one fits.
-
-        Args:
-            budget: KV bytes.
-            order: layers, the most sensitive first.
-        """
-        best = None
-        for count in range(1, len(order)):
-            larger = self.skipping(order[:count])
-            if larger.kv_bytes > budget:
-                break
-            best = larger
-        return best
 
 
 Weighed = Sized | EngineFormat
@@ -186,8 +148,6 @@ def _server(opened: Source, engine: str, called: str) -> str:
     config = opened.reader.config
     if config["model_type"] in LATENT_FAMILIES:
         raise SurgeryError("cache formats are simulated for keys and values of heads; MLA latents are not supported")
-    if engine == TENSORRT_LLM:
-        return f"trtllm-serve {shlex.quote(called)}"
     verdict = next(each for each in verdicts_on(opened.reader, called) if each.engine in ASKED[engine])
     if verdict.status == REFUSED or verdict.command is None:
         raise SurgeryError(f"{verdict.engine} does not load the source, {verdict.reason}")

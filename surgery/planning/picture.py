@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from surgery.checkpoint.disk import written_whole
 from surgery.common.pictures import check_picture
@@ -51,8 +51,13 @@ def draw(plan: Plan) -> Figure:
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Save the plot to a file (png, svg, pdf). Raises SurgeryError: the file cannot be written."""
-    save_figure(draw(plan), path)
+    """Save the plot as png, svg or pdf, by the suffix.
+
+    Raises SurgeryError: the file cannot be written, or has another suffix.
+    """
+    kind = check_picture(path)
+    with written_whole(path) as part:
+        draw(plan).savefig(part, format=kind)
 
 
 def _kind(row) -> str:
@@ -60,18 +65,3 @@ def _kind(row) -> str:
         return f"{row.engine}'s own"
     bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
     return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # named unless always quantized
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def save_figure(figure: Figure, path: Path, **options: Any) -> Path:
-    """Write a figure as png, svg or pdf, by the suffix.
-
-    Raises SurgeryError: the file cannot be written, or has another suffix.
-    """
-    kind = check_picture(path)
-    with written_whole(path) as part:
-        figure.savefig(part, format=kind, **options)
-    return path

@@ -23,12 +23,12 @@ from surgery.common.human import size
 from surgery.common.progress import Progress
 from surgery.families import any_family_of
 from surgery.planning.candidates import Candidates, allowed_candidates, held_bytes, structure_of
-from surgery.planning.engine_formats import EngineFormat, Weighed, engine_formats
+from surgery.planning.engine_formats import Weighed, engine_formats
 from surgery.planning.measure import measure
 from surgery.planning.rounds import Rounds, Scores
-from surgery.planning.rows import Row, alike, by_bytes, choose, clearly_worse, rows_of
+from surgery.planning.rows import Row, alike, by_bytes, choose, rows_of
 from surgery.planning.settings import PlanSettings, beyond_positions
-from surgery.planning.sizes import SHARES, around_best, first_round, search_by_loss
+from surgery.planning.sizes import around_best, first_round, search_by_loss
 from surgery.running.source import Source
 from surgery.running.unfused import open_model
 from surgery.structures.base import BasisOf
@@ -175,32 +175,12 @@ def _measure_rounds(
     rounds.add(entries)
     if not rounds.weighed:
         raise SurgeryError(_no_candidates(candidates.refused))
-    rounds.add(_with_exact_layers(rounds, SHARES if share is None else [share], candidates.source_bytes))
     if share is None:
         search_by_loss(rounds.weighed, rounds.scores, candidates, settings.max_loss, rounds.add)
     else:
         rounds.add(around_best(rounds, candidates, share), twice=False)
     rounds.decide(settings.max_loss)
     return rounds
-
-
-def _with_exact_layers(rounds: Rounds, shares: Sequence[float], source_bytes: float) -> list[EngineFormat]:
-    """Return the engine's formats that are not clearly worse, with as many layers in full precision as fit a share.
-
-    Layers come in the order of the divergence that their quantized cache alone causes. It is measured with the first
-    format, layer by layer, with all other layers in full precision.
-    """
-    worse = clearly_worse(rounds.rows())
-    near = [each for index, each in enumerate(rounds.weighed) if index not in worse and isinstance(each, EngineFormat)]
-    formats = [each for each in near if each.format.skips_layers and not any(map(each.leaves, each.full_attention))]
-    if not any(each.filled(share * source_bytes, each.full_attention) for each in formats for share in shares):
-        return []
-    layers = formats[0].full_attention
-    alone = [formats[0].skipping([other for other in layers if other != layer]) for layer in layers]
-    divergences = [score.divergence for score in rounds.on_first(alone)]
-    order = sorted(layers, key=lambda layer: -divergences[layer])
-    filled = [base.filled(share * source_bytes, order) for base in formats for share in shares]
-    return list({each.name: each for each in filled if each}.values())
 
 
 @contextmanager

@@ -58,10 +58,6 @@ class Rounds:
         due = [index for index in new if index not in worse and (twice or rows[index].fits_share(self._share))]
         self._measure_on(due, self._second)
 
-    def on_first(self, candidates: Sequence[Weighed]) -> list[Scored]:
-        """Measure candidates on the first round's text without adding them."""
-        return self._measure(candidates, self._first).scored
-
     def decide(self, max_loss: float | None) -> None:
         """Measure the contenders for the choice in the last round."""
         self._measure_on(contenders(self.rows(), self._share, max_loss), self._last)

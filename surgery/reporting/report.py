@@ -32,8 +32,7 @@ class Report:
         source: name of the source (for the hub also id and revision), content hash, shape and dtype, and the format
             that its weights were dequantized from.
         target: structure, model class with the reasons for it, and the engines that load it.
-        kv: KV bytes per token of the source, and of the result as predicted and measured; for hybrid models also the
-            peak bytes of keys and values, as a share of the source's, and the KV footprint.
+        kv: KV bytes per token of the source, and of the result as predicted and measured.
         splits: budget splits that were tried, with their held-out losses.
         ladder: loss in nats per token and recall after each stage, on held-out calibration text.
         verification: largest logit differences in the checks of the written checkpoint.

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from surgery.checkpoint.config_file import arguments
 from surgery.checkpoint.kv_widths import kv_widths
 from surgery.common.errors import SurgeryError
-from surgery.model.cache_prediction import CachedLayer
+from surgery.model.cache_layer import CachedLayer
 from surgery.model.configuration_surgery import SurgeryConfig
 from surgery.model.converted_decoder import cached_layers
 from surgery.model.parts import entries_of, part, parts_of

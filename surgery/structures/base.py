@@ -29,7 +29,6 @@ from surgery.running.source import Source
 from surgery.structures.context import ConversionContext, Opened, Settings
 from surgery.structures.estimates import Demand
 from surgery.structures.registry import TARGETS
-from surgery.verification.flow import Flow
 from surgery.verification.written import Verification, verify_by_running
 
 ConfigOf = Callable[[PreTrainedConfig, int, int], PreTrainedConfig]
@@ -52,7 +51,6 @@ class Outcome:
         factors: multipliers of copied tensors, by tensor name.
         splits: tried splits of the budget with their held-out losses.
         shape: shape of the source if it is not a checkpoint of a family.
-        flow: predicts peak and footprint from the numbers of prompt tokens and decoded tokens, in the dtype of the run.
     """
 
     config: dict[str, Any]
@@ -64,7 +62,6 @@ class Outcome:
     custom_class: bool = False
     splits: list[dict[str, Any]] = field(default_factory=list)
     shape: SourceShape | None = None
-    flow: Callable[[int, int], Flow] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,6 @@ class Forecast:
     Attributes:
         config: config.json of the result, with a likely value for each part that calibration decides.
         kv_bytes_per_token: upper bound, in the dtype of the weights.
-        splits: splits of the budget that would be tried.
         settled: whether engine support is known before the conversion.
         engines: table of engines if it cannot be derived from ``config`` yet.
     """
@@ -85,7 +81,6 @@ class Forecast:
     model_type: str
     reasons: list[str]
     demand: Demand
-    splits: list[dict[str, Any]] = field(default_factory=list)
     settled: bool = True
     engines: dict[str, dict] | None = None
 
@@ -226,7 +221,6 @@ class Structure(ABC, Generic[Opened, Settings]):
             work.texts.held_out,
             self.settings.batch_size,
             work.progress,
-            flow=outcome.flow,
         )
 
 

@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
 from surgery.architectures.custom_class import with_auto_map
 from surgery.architectures.multimodal import whole_config, whole_names
 from surgery.calibration.texts import load_texts
@@ -26,8 +24,8 @@ from surgery.checkpoint.file_hashes import hash_files
 from surgery.checkpoint.file_kinds import CARD, CONFIG, REPORT, list_files, summary
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.checkpoint.unfinished import Unfinished
-from surgery.common.memory import peak_memory
 from surgery.common.ownership import inventory
+from surgery.common.phase import peak_memory
 from surgery.common.progress import Progress
 from surgery.engines.number_formats import ruinous_formats
 from surgery.engines.table import engine_table
@@ -205,7 +203,6 @@ def build_report(
             "ratio_at": kv_shares(
                 outcome.config, opened.weight_dtype, reader.config, shape.dtype, opened.config.max_position_embeddings
             ),
-            **_flow(verification, shape, work.settings),
         },
         splits=outcome.splits,
         ladder=stages,
@@ -234,12 +231,3 @@ def _target(work: ConversionContext, outcome: Outcome, name: str) -> dict:
         "called": getattr(target, "called", to),
         "engines": engine_table(config, name, work.opened.reader.path),
     }
-
-
-def _flow(verification: Verification, shape: SourceShape, settings) -> dict[str, float]:
-    """Return the measured peak and footprint, equal to the prediction; empty if verification measured none."""
-    if verification.flow is None:
-        return {}
-    run, stored = getattr(torch, settings.dtype).itemsize, shape.dtype.itemsize
-    whole = shape.kv_bytes_per_token * verification.kv_tokens / stored * run
-    return {"peak_ratio": verification.flow.peak_bytes / whole, "footprint": verification.flow.footprint}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -15,8 +17,10 @@ from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.calibration.texts import NO_TOKENIZER, RANDOM_LENGTH, RANDOM_SEQUENCES, RECALL_PROMPTS_PER_TEXT, load_texts
 from surgery.checkpoint import CheckpointWriter
 from surgery.checkpoint.disk import free_bytes
-from surgery.checkpoint.outline import write_outline
+from surgery.checkpoint.layout import CONFIG, WEIGHTS
+from surgery.checkpoint.safetensors_format import encode_header
 from surgery.checkpoint.staging import NoSpace
+from surgery.common.lineage import REPORT
 from surgery.common.progress import Progress
 from surgery.families.base import head_shape
 from surgery.running.kv_bytes import kv_shares
@@ -38,8 +42,7 @@ class ConversionPlan:
     """Result of a dry run, as plain values. Sizes in bytes, times in seconds.
 
     Attributes:
-        splits: splits of the budget that would be tried, with their KV bytes per token (MLA).
-        kv: KV bytes per token of the source and of the result (the largest of the splits).
+        kv: KV bytes per token of the source and of the result; if several splits of the budget are tried, the most.
         target: target class, reasons for it, and engines; ``frequencies_known``: whether these are known already.
         disk: bytes of the output and of temporary files next to it, and the free space.
         work: floating point operations, measured speed and estimated time; no time for a device that is not present.
@@ -50,7 +53,6 @@ class ConversionPlan:
     source: dict
     out: str
     settings: dict
-    splits: list[dict]
     kv: dict
     target: dict
     tokens: dict
@@ -74,7 +76,7 @@ def plan_conversion(
     """Plan a conversion with these arguments, without running the model and without writing the result.
 
     Calibration text is read to find errors in it; ``self`` samples, which need the whole model, are not drawn.
-    ``outline`` is a folder for a checkpoint of the result's shapes (:mod:`surgery.checkpoint.outline`), from which
+    ``outline`` is a folder for a checkpoint of the result's shapes (:func:`outline_result`), from which
     later dry runs can start. Raises SurgeryError as the conversion would before it computes, except for too small a
     disk or memory.
     """
@@ -108,7 +110,6 @@ def plan_conversion(
         source=_source_facts(opened),
         out=str(out),
         settings=settings.to_dict(),
-        splits=forecast.splits,
         kv={"source_bytes_per_token": source_kv, "bytes_per_token": kv, "ratio": kv / source_kv, "ratio_at": shares},
         target={
             "to": target_of(settings).name,
@@ -127,10 +128,24 @@ def plan_conversion(
 
 
 def outline_result(folder: Path, structure: Structure) -> None:
-    """Write a checkpoint of the result's shapes; a no-op for a vision-language source."""
+    """Write a checkpoint of the result's shapes with zero weights in a sparse file, for checks that need only shapes.
+
+    It has the source's sidecars but its report, which describes other weights. A no-op for a vision-language source.
+    """
     reader, forecast = structure.opened.reader, structure.forecast()
-    if not reader.stored_names:
-        write_outline(folder, reader, whole_config(reader, forecast.config), forecast.tensors)
+    if reader.stored_names:
+        return
+    folder.mkdir(parents=True)
+    for path in reader.sidecars():
+        if path.name != REPORT:
+            target = folder / path.relative_to(reader.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    (folder / CONFIG).write_text(json.dumps(whole_config(reader, forecast.config)), encoding="utf-8")
+    header, _ = encode_header(forecast.tensors, {"format": "pt"})
+    with open(folder / WEIGHTS, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(spec.nbytes for spec in forecast.tensors.values()))
 
 
 def _source_facts(opened: Source | OwnSource) -> dict:

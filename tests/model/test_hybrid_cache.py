@@ -1,4 +1,4 @@
-"""The parts of hybrid caches themselves, and the bytes and the share of attention that are predicted of them."""
+"""The parts of hybrid caches themselves, their predicted bytes, and the peak and the share of attention as measured."""
 
 from functools import partial
 
@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from surgery.eval.kv_cache import cache_bytes
+from surgery.eval.kv_flow import measure_footprint, measure_peak
 from surgery.eval.tensor_bytes import plain_tensors, storage_bytes
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.model.hybrid_cache import HybridLayer, StreamingLayer
@@ -37,7 +38,6 @@ MODELS = {
     "full and stock": full_and_stock,
     "latent": lambda: own.lossless_streaming_latent(tiny_source("qwen3"), 2, 9),
     "low rank": lambda: own.lossless_low_rank(tiny_source("llama"), own.streaming_blocks_entries(2, 9)),
-    # What `kv_peak_bytes` predicts as well.
     "window": lambda: own.lossless_window(tiny_source("llama")),
     "low rank alone": lambda: own.lossless_low_rank(tiny_source("llama"), kv_cache=INT8 | {"keys": "token"}),
     "sliding": lambda: own.lossless_model(tiny_source("qwen2")),
@@ -69,10 +69,10 @@ def test_live_bytes_are_those_predicted(make, batch, dtype):
         assert 0 <= sum(values.values()) - cache_bytes(cache) <= spare, "a view keeps more memory alive than it shows"
 
 
-def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int:
-    """The definition of `kv_peak_bytes`, from outside."""
+def peak_of(model, prompt: int, chunk: int, steps: int) -> int:
+    """The definition of `measure_peak`, from outside."""
     cache, peak = DynamicCache(config=model.config), 0
-    model(tokens(batch, 1), past_key_values=cache)  # makes the layers
+    model(tokens(1, 1), past_key_values=cache)  # makes the layers
     cache.reset()
     for layer in cache.layers:
         if not isinstance(layer, HybridLayer | SinkWindowLayer) and not layer.get_seq_length() == 0:
@@ -94,8 +94,8 @@ def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int
         for part in layer.parts if isinstance(layer, HybridLayer) else [layer]:
             watch(part)
     for piece in [
-        *tokens(batch, prompt).split(chunk, dim=1),
-        *tokens(batch, max(1, steps))[:, :steps].split(1, dim=1),
+        *tokens(1, prompt).split(chunk, dim=1),
+        *tokens(1, max(1, steps))[:, :steps].split(1, dim=1),
     ]:
         if piece.shape[1]:
             model(piece, past_key_values=cache)
@@ -103,16 +103,16 @@ def measured_peak(model, batch: int, prompt: int, chunk: int, steps: int) -> int
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "prompt", "chunk", "steps"),
+    ("name", "prompt", "chunk", "steps"),
     [
-        *((name, *text) for name in MODELS for text in ((1, 40, 40, 0), (2, 40, 7, 12))),
-        *((name, 4, 3, 2, 1) for name in ("hybrid", "latent", "low rank", "window")),  # less than a window
+        *((name, 40, 7, 12) for name in MODELS),
+        *((name, 3, 2, 1) for name in ("hybrid", "latent", "low rank", "window")),  # less than a window
     ],
 )
-def test_the_peak_is_as_predicted(name, batch, prompt, chunk, steps, monkeypatch):
+def test_the_peak_is_as_defined(name, prompt, chunk, steps, monkeypatch):
     monkeypatch.setattr("surgery.model.hybrid_cache.PIECE", 1)  # pieces of sinks + recent tokens
     model = MODELS[name]()
-    assert measured_peak(model, batch, prompt, chunk, steps) == model.kv_peak_bytes(batch, prompt, chunk, steps)
+    assert measure_peak(model, prompt, steps, chunk) == peak_of(model, prompt, chunk, steps)
 
 
 def test_pieces_bound_the_peak():
@@ -120,9 +120,7 @@ def test_pieces_bound_the_peak():
     model = hybrid_model(tiny_source("llama"), [hybrid_entry(0, [0, 1], sinks=4, recent=60)] * own.LAYERS)
     entries, piece = 63, 256
     token = 2 * 2 * own.HEAD_DIM * 4
-    assert model.kv_peak_bytes(1, 5000, 5000, 0) == token * (2 * entries + entries + piece)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        hybrid().kv_peak_bytes(1, 0, 1, 1)
+    assert measure_peak(model, 1000, 1) == token * (2 * entries + entries + piece)
 
 
 SEEN = []
@@ -139,9 +137,10 @@ def counting_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "int" not in name and "fp8" not in name])
-@pytest.mark.parametrize(("prompt", "chunk", "steps"), [(40, 40, 3), (40, 7, 0), (4, 4, 2)])
+@pytest.mark.parametrize(("prompt", "chunk", "steps"), [(40, 40, 3), (40, 7, 1), (4, 4, 2)])
 def test_the_footprint_is_counted_in_the_masks(name, prompt, chunk, steps):
     model = MODELS[name]()
+    footprint = measure_footprint(model, prompt, steps)
     AttentionInterface.register("counting", counting_attention)
     AttentionMaskInterface.register("counting", sdpa_mask)
     model.set_attn_implementation("counting")
@@ -151,7 +150,7 @@ def test_the_footprint_is_counted_in_the_masks(name, prompt, chunk, steps):
         cache = model(piece, past_key_values=cache).past_key_values
     total = prompt + steps
     causal = own.LAYERS * model.config.num_attention_heads * total * (total + 1) / 2
-    assert model.kv_footprint(prompt, steps) == pytest.approx(sum(SEEN) / causal, abs=1e-12)
+    assert footprint == pytest.approx(sum(SEEN) / causal, abs=1e-12)
 
 
 def test_layers_are_built_for_a_new_cache_only(monkeypatch):

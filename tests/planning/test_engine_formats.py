@@ -44,7 +44,6 @@ def scores(source, engine):
     texts = load_texts(opened, settings, quiet, planted=False)
     with open_work(opened, settings, texts, quiet) as work:
         candidates = engine_formats(opened, settings, "ckpt", refused)
-        candidates += [candidates[0].skipping([1, 3])]
         scored = measure(candidates, work, texts.held_out).scored
     assert not refused
     return candidates, scored, texts.held_out.tokens[: texts.held_out.texts]
@@ -61,7 +60,7 @@ def test_a_format_is_measured_as_evaluation_measures_it(source, engine):
     candidates, scored, tokens = scores(source, engine)
     for each, score in zip(candidates, scored, strict=True):
         model = AutoModelForCausalLM.from_pretrained(source).eval()
-        if each.skipped or each.format.keys != each.format.values:
+        if each.format.keys != each.format.values:
             coded_cache(model, "by hand", [CodedLayer(part.key_coder, part.value_coder) for part in each.layers])
         else:
             engine_cache(model, each.format.name)
@@ -70,18 +69,6 @@ def test_a_format_is_measured_as_evaluation_measures_it(source, engine):
         assert differences[len(differences) // 2] < 5e-4 and differences[-1] < 5e-3, each.name
         values = model(tokens[:2, :64]).past_key_values
         assert each.kv_bytes == cache_bytes(values), each.name
-    assert candidates[-1].skipped == (1, 3)
-    assert [layer for layer in range(5) if candidates[-1].leaves(layer)] == [1, 3]
-
-
-def test_room_in_a_budget_goes_to_layers_in_full_precision(source):
-    settings = PlanSettings(engine="vllm", **TEXT)
-    base = engine_formats(Source.open(source, settings), settings, "ckpt", {})[0]
-    one, two = base.skipping([4]).kv_bytes, base.skipping([4, 2]).kv_bytes
-    assert base.filled(one - 1, [4, 2, 0, 1, 3]) is None
-    assert base.filled(two, [4, 2, 0, 1, 3]).skipped == (2, 4)
-    command = base.filled(two, [4, 2, 0, 1, 3]).command("ckpt")
-    assert command.endswith("--kv-cache-dtype int4_per_token_head --kv-cache-dtype-skip-layers 2 4")
 
 
 def test_what_needs_no_surgery_is_said_and_converts_to_nothing(source, tmp_path, monkeypatch, capsys):
@@ -92,7 +79,6 @@ def test_what_needs_no_surgery_is_said_and_converts_to_nothing(source, tmp_path,
     assert code == 0, error
     plan = json.loads(printed)
     assert {row["engine"] for row in plan["rows"]} == {"vllm"} and {row["to"] for row in plan["rows"]} == {None}
-    assert any("--kv-cache-dtype-skip-layers" in row["command"] for row in plan["rows"])
     selection = plan["rows"][plan["choice"]]
     assert selection["command"].startswith("vllm serve") and selection["kv_ratio"] <= 0.5
     code, _, error = run_main(monkeypatch, capsys, "convert", source, "--plan", out, "--out", tmp_path / "converted")
@@ -116,13 +102,6 @@ def test_formats_stand_next_to_conversions(source, tmp_path):
     assert read_plan(tmp_path / "plan.yaml").target.name == conversions.chosen.to
 
 
-def test_tensorrt_llm_is_weighed_by_its_formats_alone(source):
-    plan = make_plan(source, PlanSettings(kv_ratio=0.6, engine="trtllm", **TEXT), called="ckpt")
-    serve = "trtllm-serve ckpt --kv_cache_dtype"
-    assert {row.command for row in plan.rows} == {f"{serve} fp8", f"{serve} nvfp4"}
-    assert all("not tried" in row.status for row in plan.rows)
-
-
 @pytest.mark.parametrize("engine", [None, "mlx", "all"])
 def test_engines_without_a_format_are_refused(engine):
     with pytest.raises(SurgeryError) as message:
@@ -144,13 +123,12 @@ def test_layers_with_a_window_keep_full_precision(tmp_path):
     with open_work(opened, settings, texts, quiet) as work:
         candidate = engine_formats(opened, settings, "ckpt", refused)[0]
         score = measure([candidate], work, texts.held_out).scored[0]
-    assert not refused and candidate.full_attention == [0] and candidate.leaves(1)
+    assert not refused and candidate.leaves(1) and not candidate.leaves(0)
     assert candidate.command("ckpt").endswith("--kv-cache-dtype-skip-layers sliding_window")
     model = engine_cache(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), candidate.format.name)
     tokens = texts.held_out.tokens[: texts.held_out.texts]
     assert score.losses == pytest.approx(losses(model, tokens), abs=5e-3)
     assert candidate.kv_bytes == cache_bytes(model(tokens[:2, :64]).past_key_values)
-    assert candidate.skipping([0, 1]).skipped == (0,)
     settings = PlanSettings(engine="llama.cpp", allow=("engine",), **TEXT)
     assert engine_formats(Source.open(tmp_path, settings), settings, "ckpt", refused) == [] and len(refused) == 6
 

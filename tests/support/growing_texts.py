@@ -5,11 +5,14 @@ A process of its own, without Triton's interpreter: Triton dispatches as on a GP
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 import triton.compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
-from surgery.kernels.bench.host_cost import without_gpu
+from surgery.kernels import backend
 from surgery.kernels.lowrank_decode.operator import _lowrank_decode, lowrank_decode, rotation_tables
 from surgery.kernels.mla_decode.operator import _mla_decode, mla_decode
 from surgery.kernels.mla_decode.packed_operator import _mla_decode_packed, mla_decode_packed
@@ -78,6 +81,29 @@ def grow(name, begin, tokens):
     for length in range(begin + 1, begin + tokens + 1):
         step(length)
     return {"plans": len(set(operation._plans) - before), "compilations": compilations[kernels:]}
+
+
+def without_gpu():
+    """Let operators launch kernels on CPU tensors, as on an H100."""
+    assert not backend.interpreted()
+    utils = SimpleNamespace(
+        load_binary=lambda *arguments: (1, 1, 64, 0, 1024),
+        get_device_properties=lambda device: {
+            "max_shared_mem": 227 * 1024,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+        },
+    )
+    driver.set_active(
+        SimpleNamespace(
+            utils=utils,
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_active_torch_device=lambda: torch.device("cpu"),
+        )
+    )
+    backend.interpreted = lambda: True
 
 
 if __name__ == "__main__":

@@ -150,9 +150,9 @@ def test_wandb_online_needs_a_login(settings, tmp_path, monkeypatch, no_models):
     for host, url in (("api.wandb.ai", ""), ("metrics.example.org", "https://metrics.example.org")):
         monkeypatch.setenv("WANDB_BASE_URL", url)
         (tmp_path / "no-netrc").write_text(f"machine {host}\n  login user\n  password x\n")
-        check_wandb("online", "wandb")
+        check_wandb("online")
     monkeypatch.setenv("WANDB_BASE_URL", "https://other.example.org")
     with pytest.raises(SurgeryError, match="logged in"):
-        check_wandb("online", "wandb")
+        check_wandb("online")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    check_wandb("online", "wandb")
+    check_wandb("online")

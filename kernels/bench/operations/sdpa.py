@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from surgery.kernels.bench import libraries
 from surgery.kernels.bench.case import Baseline, Case, CaseFields, Inputs, generator, random
+
+BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "Flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,23 @@ class SDPA(Case):
         return scaled_dot_product_attention(*_arguments(inputs), scale=self.scale, enable_gqa=True).transpose(1, 2)
 
     def baselines(self) -> dict[str, Baseline]:
-        flex = {"FlexAttention": lambda inputs: libraries.flex(*_arguments(inputs), self.scale)}
-        return libraries.all_sdpa(_arguments, self.scale) | flex
+        return {
+            f"SDPA {name}": lambda inputs, name=name: sdpa(*_arguments(inputs), self.scale, name) for name in BACKENDS
+        }
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, backend: str) -> Callable[[], Tensor]:
+    """Return a call of PyTorch's SDPA with a single backend; query [B, H, T, d], key and value [B, G, S, d]."""
+    if backend == "efficient":  # no GQA support, so expand the KV heads
+        repeat = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(repeat, 1) for part in (key, value))
+
+    def call() -> Tensor:
+        with sdpa_kernel(BACKENDS[backend]):
+            grouped = query.shape[1] != key.shape[1]
+            return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+    return call
 
 
 def _arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:

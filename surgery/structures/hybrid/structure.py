@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +29,12 @@ from surgery.model.hybrid_entry import HybridEntry
 from surgery.reporting.report import SourceShape
 from surgery.running.attention_tap import AttentionCall, tap_attention
 from surgery.running.kv_bytes import kv_bytes_of
-from surgery.running.skeleton import skeleton
 from surgery.running.source import OwnSource, Source
 from surgery.structures.base import Candidate, Forecast, Outcome, Structure, TargetOption, unchanged_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.hybrid.settings import HybridSettings
 from surgery.structures.stages import ERROR_SEQUENCES
-from surgery.verification.flow import predicted_flow
 
 
 class Hybrid(Structure[Source | OwnSource, HybridSettings]):
@@ -133,7 +130,6 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
             simulated=hidden,
             custom_class=True,
             shape=SourceShape.of_config(opened.config, dtype, whole / self._context),
-            flow=partial(predicted_flow, skeleton(config, opened.stream.dtype)),
         )
 
     def closed_form(self, work: ConversionContext, layer: int) -> StreamingAttention:

@@ -31,7 +31,6 @@ class SplitForecast:
     if it depends on frequencies that are not chosen yet.
     """
 
-    split: mla.Split
     carrier: Carrier
     kv_bytes_per_token: float
     frequencies_known: bool
@@ -56,7 +55,6 @@ def forecast_split(opened: Source, split: mla.Split, settings: ConvertSettings) 
         refuse_unless_loadable(settings.engine, whole_config(opened.reader, result))
     bytes_at = kv_bytes_of(result, carrier.writer.spec.dtype)
     return SplitForecast(
-        split,
         carrier,
         bytes_at(1),  # the first token lies in every window
         len(outcomes) == 1,

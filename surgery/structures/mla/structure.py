@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
 from surgery.structures.mla.budget import candidate_splits
-from surgery.structures.mla.forecast import SplitForecast, forecast_split
+from surgery.structures.mla.forecast import forecast_split
 from surgery.structures.mla.output import all_tensors, carrier_of, refuse_longrope, reserved_numbers
 from surgery.structures.mla.plans import UNTRIED_WEIGHT, MLAPlan, Planner, search_plans, try_plans
 from surgery.structures.mla.quantized import QuantizedMLA, exact_forms
@@ -114,7 +113,6 @@ class MLA(Structure[Source, ConvertSettings]):
         forecasts = [forecast_split(opened, split, settings) for split in self.splits]
         largest = max(forecasts, key=lambda each: each.kv_bytes_per_token)
         carrier = self._carrier or largest.carrier
-        spreads = settings.spreads and not self.stock
         return Forecast(
             config=carrier.writer.config(opened.reader.config),
             tensors=all_tensors(opened, carrier.writer, self.kept),
@@ -122,7 +120,6 @@ class MLA(Structure[Source, ConvertSettings]):
             model_type="deepseek_v3" if carrier.stock else "surgery",
             reasons=list(carrier.reasons),
             demand=Demand(stages=len(EXACT_STAGES) + len(LOSSY_STAGES), merges=True),
-            splits=[] if spreads else [_split_facts(each) for each in forecasts],
             settled=largest.frequencies_known,
             engines=largest.engines,
         )
@@ -137,7 +134,7 @@ class MLA(Structure[Source, ConvertSettings]):
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Choose the split on held-out text, and the target class."""
         opened, settings = self.opened, self.settings
-        self._plan, self._tried, self._engine_cost = self._choose(work)
+        self._plan, self._tried = self._choose(work)
         self._carrier = carrier_of(opened, self._plan, settings)
         return all_tensors(opened, self._carrier.writer, self.kept)
 
@@ -153,10 +150,9 @@ class MLA(Structure[Source, ConvertSettings]):
         runs = work.stage_runs((*EXACT_STAGES, *LOSSY_STAGES), exact=EXACT_STAGES, steps=LOSSY_STAGES)
         layers = work.pass_layers(lambda index: self._convert(index, work, runs), runs, LayerReport)
         work.converted.write(opened.layers, writer)
-        target = {**mla_target(carrier, self._plan.method.name, layers), **self._engine_cost}
         return Outcome(
             config=carrier.writer.config(opened.reader.config),
-            target=target,
+            target=mla_target(carrier, self._plan.method.name, layers),
             layers=layers,
             scores=runs.scores(),
             simulated=runs.hidden[LOSSY_STAGES[-1]],
@@ -165,45 +161,25 @@ class MLA(Structure[Source, ConvertSettings]):
             splits=[{**plan.facts(), "held_out_loss": loss} for plan, loss in self._tried],
         )
 
-    def _choose(self, work: ConversionContext) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]], dict]:
-        """Choose the plan of least held-out loss; return it, all tried plans with their losses, and an engine's cost.
-
-        The cost, for the report, compares with the best plan of the same budget without the engine's limits.
-        """
+    def _choose(self, work: ConversionContext) -> tuple[MLAPlan, list[tuple[MLAPlan, float | None]]]:
+        """Choose the plan of least held-out loss; return it, and all tried plans with their losses."""
         opened, settings, held_out = self.opened, self.settings, work.texts.held_out
         planner = Planner(mla.METHODS[settings.method], opened, work.library, settings.rope_frequencies, self.kept)
         if settings.spreads and not self.stock:
             plans = planner.spread(self.splits, work.progress)
         else:
             plans = [planner.alike(split, one_list=self.stock) for split in self.splits]
-        free = []
-        if settings.engine is not None and held_out.texts:
-            unlimited = replace(settings, engine=None, rope_frequencies="free")
-            free = candidate_splits(unlimited, opened.first, reserved_numbers(opened, unlimited, opened.first))
-        if len(plans) == 1 and not free:
-            return plans[0], [(plans[0], None)], {}
-        if not held_out.texts:
+        if len(plans) == 1 or not held_out.texts:
             # Without text: a third for rotary dimensions, the middle of what calibrated conversions choose.
             untried = min(plans, key=_distance_from_default)
-            return untried, [(untried, None)], {}
+            return untried, [(untried, None)]
 
         def losses_of(candidates: list[MLAPlan]) -> list[float]:
             return try_plans(candidates, opened, work.library, held_out, settings.batch_size, work.progress)
 
         losses = search_plans(plans, losses_of)
         best = min(losses, key=losses.__getitem__)
-        results = [(plans[index], loss) for index, loss in sorted(losses.items())]
-        if not free:
-            return plans[best], results, {}
-        unlimited = [replace(planner, frequencies="free").alike(split, one_list=True) for split in free]
-        others = search_plans(unlimited, losses_of)
-        best_free = min(others, key=others.__getitem__)
-        cost = {"engine": settings.engine, "held_out_loss": losses[best], "free_held_out_loss": others[best_free]}
-        return (
-            plans[best],
-            results,
-            {"engine_limits": {**cost, "free_split": [free[best_free].rope_dim, free[best_free].rank]}},
-        )
+        return plans[best], [(plans[index], loss) for index, loss in sorted(losses.items())]
 
     def _convert(self, index: int, work: ConversionContext, runs: StageTracker) -> LayerReport:
         if index in self.kept:
@@ -235,12 +211,6 @@ def _distance_from_default(plan: MLAPlan) -> float:
     if plan.weight is not None:
         return abs(plan.weight - UNTRIED_WEIGHT)
     return abs(plan.split.rope_dim - (plan.split.rope_dim + plan.split.rank) / 3)
-
-
-def _split_facts(forecast: SplitForecast) -> dict:
-    split = forecast.split
-    facts = {"rope_dim": split.rope_dim, "rank": split.rank, "kv_bytes_per_token": forecast.kv_bytes_per_token}
-    return {**facts, "fold": split.fold} if split.fold > 1 else facts
 
 
 def stock_mla(config: PreTrainedConfig, rank: int, rope_dim: int) -> PreTrainedConfig:

@@ -46,7 +46,7 @@ def test_shares_of_ceilings_by_hand():
 
 
 def test_decoding_is_held_against_the_fastest_attention_of_the_source():
-    libraries = {"SDPA cuDNN": {"seconds": 6.0}, "FlexAttention": {"refused": "no GPU"}}
+    libraries = {"SDPA cuDNN": {"seconds": 6.0}, "SDPA Flash": {"refused": "no GPU"}}
     decode = [row("sdpa", 7.0, baselines=libraries), row("mla_decode", 2.0), row("mla_decode", 2.0, batch=8)]
     rows = [*decode, row("pack_rows", 1.0)]
     run._against_source(rows)
