@@ -47,7 +47,7 @@ def test_no_plugin(model, tmp_path):
     ("flags", "message"),
     [
         (["--kv-cache-memory-bytes=32768"], "KV cache is needed, which is larger than the available KV cache memory"),
-        (["--kv-cache-memory-bytes=4194304", "--kv-cache-dtype=fp8"], "not supported for latents"),
+        (["--kv-cache-memory-bytes=4194304", "--kv-cache-dtype=fp8"], "--kv-cache-dtype fp8: not supported"),
     ],
 )
 def test_what_vllm_itself_refuses_is_the_last_line(flags, message, model, tmp_path):
