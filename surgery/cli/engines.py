@@ -66,7 +66,7 @@ def export(
 ) -> None:
     """Export a checkpoint to the file format of an engine: GGUF for llama.cpp.
 
-    Supports stock MLA with default RoPE and without biases, and Llama-class models, also with KV heads by layer.
+    Supports stock MLA with default RoPE and without biases, and Llama-class models.
 
     Example:
 
