@@ -68,7 +68,7 @@ def _is_short(value: object) -> bool:
 
 
 def _results(report) -> list[dict[str, Any]]:
-    """Build the model-index results; losses are the healed model's if there was a healing, which may not be measured."""
+    """Build the model-index results; after a healing, losses are those of the healed model, if measured."""
     last, text = report.ladder[-1], f"held-out calibration text ({one_line(report.calibration.get('source'))})"
     if report.healing:
         quality = {row["name"]: row for row in report.healing.get("quality") or []}
