@@ -141,6 +141,7 @@ def test_what_is_silent_or_quiet_is_not_told(capsys):
     with environment(**QUIET):
         Progress().note("quiet")
         work(Progress())
+    work(Progress(), 0)  # a phase with nothing to do
     assert capsys.readouterr().err == ""
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from surgery.checkpoint.hub import id_of_snapshot
 from surgery.common.errors import SurgeryError
 from surgery.common.lineage import lineage, lineage_of
 from surgery.evaluation.models import Checkpoint
+from surgery.reporting.front_matter import front_matter
 from surgery.reporting.publish import Publication
 from surgery.reporting.report import previous_report
 from surgery.reporting.upload import prepare_upload
@@ -183,6 +185,9 @@ def test_the_card_is_what_the_hub_reads(converted, hub, source, tmp_path, monkey
     assert results["loss"] == pytest.approx(last["loss"], abs=1e-6)
     assert results["perplexity"] == pytest.approx(math.exp(last["loss"]), rel=1e-6)
     assert results["kv_cache_ratio"] == report["kv"]["ratio"] == 0.5
+    # A healing that was not measured has other losses than its conversion.
+    unmeasured = front_matter(SimpleNamespace(**{**report, "healing": {"quality": []}}), "healed")
+    assert [each.metric_type for each in ModelCard(unmeasured).data.eval_results] == ["kv_cache_ratio"]
 
 
 def test_a_source_that_is_no_hub_id_is_not_named(tmp_path):

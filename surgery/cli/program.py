@@ -112,9 +112,7 @@ def demo(
     model: Annotated[
         str, option("--model", "builtin|smollm2", "Model to convert: the demo model, or SmolLM2-135M-Instruct.")
     ] = "builtin",
-    kv_ratio: Annotated[
-        float | None, option("--kv-ratio", "F", "Share of the KV bytes per token to keep. [0.25; smollm2 0.5]")
-    ] = None,
+    kv_ratio: Annotated[float, option("--kv-ratio", "F", "Share of the KV bytes per token to keep.")] = 0.25,
     overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier demo.")] = False,
     as_json: JsonOption = False,
 ) -> None:

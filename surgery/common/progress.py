@@ -78,7 +78,7 @@ class Progress:
             unit=unit,
             unit_scale=unit == "B",
             file=sys.stderr,
-            disable=lines or not self._shown,
+            disable=lines or not self._shown or total == 0,
         )
         phase = Phase(name, total, unit, show_progress)
         if lines and verbose:
@@ -102,7 +102,7 @@ class Progress:
                 self._show(prefix + phase.stop_text())
             raise
         phase.end()
-        if lines:
+        if lines and total != 0:
             self._show(prefix + phase.end_text(memory=verbose))
         self._worked += self._work(phase, phase.done - already)
         self._spent += phase.seconds if name in self.expected else 0.0

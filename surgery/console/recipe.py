@@ -37,7 +37,8 @@ def show_plan(plan: dict[str, Any], *, as_json: bool = False) -> None:
         )
         for number, step in enumerate(steps, 1)
     ]
-    rows.append(("", "", "total", "", *(amount(total[name]) for name, (_, amount) in amounts.items()), ""))
+    if amounts:
+        rows.append(("", "", "total", "", *(amount(total[name]) for name, (_, amount) in amounts.items()), ""))
     columns = [Column(title, align="right") for title, _ in amounts.values()]
     page.print(make_table(["", "command", "step", "to", *columns, f"in {plan['work']}"], rows))
     page.print(

@@ -42,7 +42,6 @@ class DemoModel:
     length: int = 1024
 
 
-KV_RATIO = 0.25
 DEMO_MODELS = {
     BUILTIN: DemoModel(heal_steps=56),
     SMOLLM2: DemoModel("What is a cache, and what is it good for?"),
@@ -89,7 +88,7 @@ def run_demo(
     out: str | Path,
     *,
     model: str = BUILTIN,
-    kv_ratio: float | None = None,
+    kv_ratio: float = 0.25,
     overwrite: bool = False,
     as_json: bool = False,
 ) -> Demo:
@@ -100,7 +99,7 @@ def run_demo(
 
     Args:
         model: a name in ``DEMO_MODELS``.
-        kv_ratio: share of the KV bytes to keep; None for the default of the model.
+        kv_ratio: share of the KV bytes to keep.
 
     Raises:
         SurgeryError: the model is unknown, a conversion or the healing failed, or the measuring process failed.
@@ -115,7 +114,6 @@ def run_demo(
     if model not in DEMO_MODELS:
         raise SurgeryError(f"--model {model}: choose {' or '.join(DEMO_MODELS)}")
     demo_model = DEMO_MODELS[model]
-    kv_ratio = kv_ratio or KV_RATIO
     start, out = time.perf_counter(), Path(out)
     progress = Progress()
     reader = CheckpointReader.open(model_named(model))

@@ -68,11 +68,11 @@ def _is_short(value: object) -> bool:
 
 
 def _results(report) -> list[dict[str, Any]]:
-    """Build the model-index results from the latest measurement: of the healed model, else of the conversion."""
+    """Build the model-index results; after a healing, losses are those of the healed model, if measured."""
     last, text = report.ladder[-1], f"held-out calibration text ({one_line(report.calibration.get('source'))})"
-    quality = {row["name"]: row for row in (report.healing or {}).get("quality") or []}
-    if "healed" in quality:
-        last, text = quality["healed"], "held-out text"
+    if report.healing:
+        quality = {row["name"]: row for row in report.healing.get("quality") or []}
+        last, text = quality.get("healed", {"loss": None, "recall": None}), "held-out text"
     metrics = [{"type": "kv_cache_ratio", "name": "KV bytes, share of the source's", "value": report.kv["ratio"]}]
     if last["loss"] is not None:
         metrics.append({"type": "loss", "name": "loss, nats per token", "value": last["loss"]})

@@ -21,7 +21,7 @@ from surgery.checkpoint.carried_files import CarriedFiles
 from surgery.checkpoint.carry_over import copy_sidecars, copy_tensors
 from surgery.checkpoint.disk import read_json
 from surgery.checkpoint.file_hashes import hash_files
-from surgery.checkpoint.file_kinds import CARD, CONFIG, REPORT, list_files, summary
+from surgery.checkpoint.file_kinds import CARD, CONFIG, REPORT, list_files
 from surgery.checkpoint.hub import id_of_snapshot
 from surgery.checkpoint.unfinished import Unfinished
 from surgery.common.ownership import inventory
@@ -72,8 +72,6 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
     with ExitStack() as stack:
         stack.enter_context(factorizing_on(structure.opened.stream.device))
         carried = stack.enter_context(CarriedFiles.of(structure.opened.reader, keep_code=request.keep_code))
-        if carried.left_out:
-            progress.note(f"files not copied to the output: {', '.join(summary(carried.left_out))}")
         with progress.step(1, STEPS):
             texts = load_texts(structure.opened, settings, progress)
         forecast = structure.forecast()
@@ -124,6 +122,8 @@ def _finish(
         code = remote_code_files(whole_config(reader, with_auto_map(outcome.config))["auto_map"])
     writer.write_json(CONFIG, config)
     copy_sidecars(reader, carried, code, writer)
+    if left_out := carried.record([path.name for path in code])["left_out"]:
+        work.progress.note(f"files not copied to the output: {', '.join(left_out)}")
     writer.finish()
     verify_files(writer.partial, writer.stored_plan)
     return structure.verify(work, writer.partial, outcome)

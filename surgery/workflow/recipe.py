@@ -220,6 +220,8 @@ def _heal(step: Step, where: str) -> Action:
         tokens = dry_run.estimate["tokens"]
         return Expected(
             seconds=dry_run.work["estimated_seconds"],
+            disk=dry_run.disk["output_bytes"],
+            temporary=dry_run.disk["checkpoint_bytes"],
             note=f"{count(tokens)} tokens" if tokens else "",
             **{"device" if launcher or _on_gpu(settings.device) else "host": dry_run.estimate["peak_bytes"]},
         )
