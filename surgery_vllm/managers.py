@@ -1,4 +1,4 @@
-"""What our KV cache managers share: registration with vLLM, and the lookup of cached blocks."""
+"""Shared code of our KV cache managers: registration with vLLM, and the lookup of cached blocks."""
 
 from collections.abc import Callable
 

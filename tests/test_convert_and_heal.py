@@ -13,6 +13,7 @@ import surgery
 from surgery.common.errors import SurgeryError
 from surgery.common.human import seconds_of
 from surgery.healing import convert_and_heal, heal
+from surgery.structures import converter
 from surgery.structures.kv_heads.settings import KVHeadsSettings
 from surgery.structures.request import ConversionRequest
 
@@ -82,7 +83,7 @@ def test_interrupted_it_resumes_in_either_half(checkpoints, tmp_path, monkeypatc
         convert_and_heal.convert_and_heal(request, MINUTE)
     converted = tmp_path / "out.healing" / "converted"
     before = load_file(converted / "model.safetensors")
-    monkeypatch.setattr(convert_and_heal, "convert", refused)
+    monkeypatch.setattr(converter, "convert", refused)
     monkeypatch.setattr(heal, "run_interruptible", trained_here)
 
     other = ConversionRequest(request.source, request.out, KVHeadsSettings(kv_heads=1, calibration="none"))
@@ -99,16 +100,15 @@ def test_restart_discards_the_conversion(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(heal, "run_interruptible", lambda *_: 7)
     with pytest.raises(SurgeryError, match="exit code 7"):
         convert_and_heal.convert_and_heal(conversion(source, out), MINUTE)
-    converted = []
-    convert = convert_and_heal.convert
-    monkeypatch.setattr(convert_and_heal, "convert", lambda *a, **k: converted.append(1) or convert(*a, **k))
+    converted, convert = [], converter.convert
+    monkeypatch.setattr(converter, "convert", lambda *a, **k: converted.append(1) or convert(*a, **k))
     monkeypatch.setattr(heal, "run_interruptible", trained_here)
     convert_and_heal.convert_and_heal(conversion(source, out, restart=True), MINUTE)
     assert converted
 
 
 def test_what_cannot_be_healed_is_refused_before_the_conversion(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_and_heal, "convert", refused)
+    monkeypatch.setattr(converter, "convert", refused)
     mute = tmp_path / "mute"
     shutil.copytree(checkpoints("llama"), mute, ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(SurgeryError, match="--heal trains on text"):

@@ -33,7 +33,7 @@ VERBS = {
         ("plan", "{source}", *PLAN, "--held-out", "2", "--recall", "0", "--context", "256", "--out", "{out}.yaml"),
         "surgery.planning.plan.measure",
     ),
-    "run": (("run", "{recipe}", "--work", "{out}"), "surgery.workflow.conversions._convert_unless_done"),
+    "run": (("run", "{recipe}", "--work", "{out}"), "surgery.structures.made_already.convert_unless_made"),
 }
 
 

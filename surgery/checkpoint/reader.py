@@ -229,7 +229,7 @@ class CheckpointReader:
 
     @property
     def recodes(self) -> bool:
-        """Whether tensors have other bytes than the files: dequantized or cast."""
+        """True if tensors have other bytes than the files: dequantized or cast."""
         return isinstance(self._store, GgufStore | DequantizedStore | CastStore)
 
     def __contains__(self, name: object) -> bool:

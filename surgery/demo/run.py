@@ -108,6 +108,7 @@ def run_demo(
     from surgery.checkpoint.model_folder import model_folder
     from surgery.common.progress import Progress
     from surgery.console.demo import show_demo
+    from surgery.structures.made_already import convert_unless_made
     from surgery.structures.mla.settings import ConvertSettings
     from surgery.structures.request import ConversionRequest
 
@@ -122,11 +123,14 @@ def run_demo(
     command = f"surgery demo --model {model} --kv-ratio {kv_ratio:g}"
     settings = ConvertSettings(kv_ratio=kv_ratio, held_out=2)
     request = ConversionRequest(reader.source, out, settings, overwrite=overwrite, command=command)
-    paths = [model_folder(reader), _converted(request, progress)]
+    remedy = "pass --overwrite, or choose another --out"
+    convert_unless_made(request, progress, remedy=remedy)
+    paths = [model_folder(reader), out]
     if demo_model.heal_steps:
         progress.note("converting to the stock class, which needs no code of ours and loses more, and healing it")
         stock = replace(request, out=Path(f"{out}-stock"), settings=replace(settings, carrier="stock"))
-        paths += [_converted(stock, progress), _healed(stock, demo_model.heal_steps, progress)]
+        convert_unless_made(stock, progress, remedy=remedy)
+        paths += [stock.out, _healed(stock, demo_model.heal_steps, progress)]
     resumes_from(out)
     progress.note("loading the models with stock transformers in a process of their own")
     prompt, measured = measure_with_stock_transformers(paths, demo_model)
@@ -136,28 +140,17 @@ def run_demo(
     return demo
 
 
-def _converted(request: ConversionRequest, progress: Progress) -> Path:
-    """Convert, unless the output has the same settings and is not to be overwritten; return the output."""
-    from surgery.structures.converter import convert
-    from surgery.structures.made_already import is_already_made
-
-    if request.overwrite or not is_already_made(request, progress, remedy="pass --overwrite, or choose another --out"):
-        convert(request, progress=progress)
-    return request.out
-
-
 def _healed(request: ConversionRequest, steps: int, progress: Progress) -> Path:
     """Heal a conversion with the recipe of ``surgery convert --heal``, unless that was done; return the output."""
     from surgery.calibration.text import BUILTIN as TEXT
     from surgery.healing.convert_and_heal import TRAINING
-    from surgery.healing.heal import HealRequest, heal_checkpoint
+    from surgery.healing.heal import HealRequest, heal_unless_done
 
     out = Path(f"{request.out}-healed")
-    if request.overwrite or not out.exists():
-        text = {"source": TEXT, "tokens": 4 * steps * TRAINING["length"]}  # all of it would be tokenized
-        values = {**TRAINING, "data": [text], "teacher": str(request.source), "max_steps": steps, "seed": SEED}
-        options = {"measure": None, "overwrite": request.overwrite, "command": request.command}
-        heal_checkpoint(HealRequest(str(request.out), out, overrides=values, **options), progress)
+    text = {"source": TEXT, "tokens": 4 * steps * TRAINING["length"]}  # all of it would be tokenized
+    values = {**TRAINING, "data": [text], "teacher": str(request.source), "max_steps": steps, "seed": SEED}
+    options = {"measure": None, "overwrite": request.overwrite, "command": request.command}
+    heal_unless_done(HealRequest(str(request.out), out, overrides=values, **options), progress)
     return out
 
 

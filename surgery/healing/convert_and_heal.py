@@ -26,9 +26,9 @@ from surgery.model import register
 from surgery.reporting.report import Report, read_report
 from surgery.running.models import tokenizer_of
 from surgery.running.source_check import open_source
-from surgery.structures.converter import Conversion, convert
+from surgery.structures.converter import Conversion
 from surgery.structures.dry_run import ConversionPlan, outline_result, plan_conversion
-from surgery.structures.made_already import is_already_made
+from surgery.structures.made_already import convert_unless_made
 from surgery.structures.registry import target_of
 from surgery.structures.request import ConversionRequest, open_request
 from surgery.training.estimate import config_of
@@ -89,7 +89,8 @@ def convert_and_heal(
         if request.restart:
             work.clear()
         try:
-            _convert_unless_done(request, converted, progress)
+            conversion = replace(request, out=converted, overwrite=False, restart=False)
+            convert_unless_made(conversion, progress, remedy="pass --restart to discard it, or choose another --out")
         except SurgeryError:
             if not any(work.path.glob(f"{CONVERTED}*")):
                 work.remove()
@@ -158,9 +159,3 @@ def _check_healable(request: ConversionRequest, healing: HealRequest, outline: P
         except SurgeryError as error:
             message = str(error).replace(str(outline), "the result")
             raise SurgeryError(f"--heal: {message}", setting=error.setting, hint=error.hint) from None
-
-
-def _convert_unless_done(request: ConversionRequest, converted: Path, progress: Progress) -> None:
-    request = replace(request, out=converted, overwrite=False, restart=False)
-    if not is_already_made(request, progress, remedy="pass --restart to discard it, or choose another --out"):
-        convert(request, progress=progress)

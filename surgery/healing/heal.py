@@ -235,6 +235,17 @@ def _teacher(settings: HealSettings) -> str | None:
     return str(open_source(settings.teacher, trust_remote_code=settings.trust_remote_code).source.absolute())
 
 
+def heal_unless_done(request: HealRequest, progress: Progress) -> None:
+    """Heal, or print a note if the output exists with the same settings and may not be overwritten.
+
+    Raises SurgeryError: as :func:`heal_checkpoint` and :func:`is_already_healed`.
+    """
+    if request.overwrite or not is_already_healed(request):
+        heal_checkpoint(request, progress)
+    else:
+        progress.note(f"{request.out}: is there already")
+
+
 def is_already_healed(request: HealRequest) -> bool:
     """Return whether the output exists, healed from the same student and teacher with the same settings.
 

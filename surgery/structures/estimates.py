@@ -51,7 +51,7 @@ def seconds_of(flops: int | None, flops_per_second: float | None) -> float | Non
 
 @dataclass(frozen=True)
 class Demand:
-    """What a conversion computes.
+    """Work of a conversion beyond the tensors that it writes.
 
     Attributes:
         stages: number of forward passes over the held-out text, in addition to the source's and the verification's.

@@ -1,4 +1,4 @@
-"""Detection of existing output that matches a requested conversion, so that it need not run again."""
+"""Conversions that run only if their output does not exist yet."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from surgery.checkpoint.file_kinds import REPORT
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.heads.import_patterns import read_pattern
+from surgery.structures import converter
 from surgery.structures.request import ConversionRequest
 
 
-def is_already_made(request: ConversionRequest, progress: Progress, *, remedy: str) -> bool:
-    """Return whether the output of a request exists and matches its settings; if so, print a note.
+def convert_unless_made(request: ConversionRequest, progress: Progress, *, remedy: str) -> None:
+    """Convert, or print a note if the output exists with the same source and settings and may not be overwritten.
 
     Raises SurgeryError: the output path holds something else; ``remedy`` is the advice in the message.
     """
-    if not request.out.exists():
-        return False
-    if not is_conversion_of(request.out, request.source, request.settings):
+    if request.overwrite or not request.out.exists():
+        converter.convert(request, progress=progress)
+    elif is_conversion_of(request.out, request.source, request.settings):
+        progress.note(f"{request.out}: exists already, skipped")
+    else:
         raise SurgeryError.at(request.out, f"exists, but from another source or with other settings; {remedy}")
-    progress.note(f"{request.out}: exists already, skipped")
-    return True
 
 
 def is_conversion_of(out: Path, source: str | Path, settings: ConversionSettings) -> bool:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from surgery.calibration.settings import ConversionSettings
     from surgery.planning.settings import PlanSettings
     from surgery.structures.registry import Target
-    from surgery.structures.request import ConversionRequest
 
 
 def convert(step: Step, where: str) -> Action:
@@ -72,13 +71,15 @@ def _conversion_action(step: Step, source: str, choice: Choice, where: str) -> A
         return settings, predicted
 
     def do(out: Path, finished: Finished, progress: Progress) -> None:
+        from surgery.structures.made_already import convert_unless_made
         from surgery.structures.request import ConversionRequest
 
         checkpoint = checkpoint_of(source, finished)
         finished.checkpoints[step.name] = out
         settings, predicted = request_for(finished)
         facts = {"command": f"surgery run {where}", "predicted": predicted, "restart": finished.restart}
-        _convert_unless_done(ConversionRequest(checkpoint, out, settings, **facts), progress)
+        remedy = "remove it, or choose another --work folder"
+        convert_unless_made(ConversionRequest(checkpoint, out, settings, **facts), progress, remedy=remedy)
 
     def forecast(out: Path, finished: Finished, outline: Path) -> Expected:
         from surgery.structures.dry_run import plan_conversion
@@ -123,14 +124,6 @@ def plan(step: Step, where: str) -> Action:
         return Expected(seconds, memory["host_bytes"], memory["device_bytes"], temporary=dry_run.temporary_bytes)
 
     return Action(do, forecast)
-
-
-def _convert_unless_done(request: ConversionRequest, progress: Progress) -> None:
-    from surgery.structures import converter
-    from surgery.structures.made_already import is_already_made
-
-    if not is_already_made(request, progress, remedy="remove it, or choose another --work folder"):
-        converter.convert(request, progress=progress)
 
 
 def _plan_unless_done(path: Path, source: str, settings: PlanSettings, progress: Progress, *, restart: bool) -> None:

@@ -227,14 +227,10 @@ def _heal(step: Step, where: str) -> Action:
         )
 
     def do(out: Path, finished: Finished, progress: Progress) -> None:
-        from surgery.healing.heal import heal_checkpoint, is_already_healed
+        from surgery.healing.heal import heal_unless_done
 
-        request = request_for(out, finished)
         finished.checkpoints[step.name] = out
-        if is_already_healed(request):
-            progress.note(f"{out}: is there already")
-        else:
-            heal_checkpoint(request, progress)
+        heal_unless_done(request_for(out, finished), progress)
 
     return Action(do, forecast)
 

@@ -201,7 +201,7 @@ def test_limit_and_fewshot(folder, loaded):
 
 
 def test_tasks_that_make_their_prompts_get_lengths_and_tokenizer(loaded, tmp_path):
-    """As RULER's: the metrics are lengths, and -1 marks a length without prompts."""
+    """Metrics of RULER's tasks are lengths, and -1 marks a length without prompts."""
     (tmp_path / "made.yaml").write_text(MADE)
     (tmp_path / "made.py").write_text(MADE_CODE)
     model, tokenizer = loaded
