@@ -117,7 +117,7 @@ def test_the_whole_demo(tmp_path, capsys):
 
 def test_the_demo_ends_in_commands_that_run_as_they_stand(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    measured = demo.Measured("C", 2.0, 1.0, 1.0, "text")
+    measured = demo.Measured("C", 2.0, 9.0, 1.0, 1.0, "text")
     show_demo(demo.Demo(tmp_path / "surgery-demo", "builtin", "demo-model", "prompt", *[measured] * 4, 1.0))
     output = capsys.readouterr().out
     assert "surgery-demo: 100.0% of the KV bytes for +0.0000 nats per token" in output

@@ -47,7 +47,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
 
 def _table(rows: Mapping[str, Any]) -> Table:
     """Build the table of all measurements, the source first."""
-    heads = ("class", "KV per token", "share", "loss (perplexity)", "recall")
+    heads = ("class", "KV per token", "share", "loss (perplexity)", "recall", "tokens/s")
     source = next(iter(rows.values()))
     lines = [
         (
@@ -57,6 +57,7 @@ def _table(rows: Mapping[str, Any]) -> Table:
             share(row.kv_bytes_per_token / source.kv_bytes_per_token),
             with_perplexity(row.loss),
             decimal(row.recall, 2),
+            f"{row.tokens_per_second:,.0f}",
         )
         for name, row in rows.items()
     ]

@@ -7,6 +7,8 @@ One byte budget is allocated over the rows of all layers (:mod:`surgery.transfor
    layer at a time, and the budget is allocated again with energies scaled by these factors.
 3. A layer that then gets fewer bytes may lose far more than its factor predicts. Layers are measured again, and the
    budget is allocated a last time by the larger of both factors.
+
+Last, the output projection of every layer is refitted to the quantized values (:mod:`surgery.transforms.output_refit`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import converted_layers, kept_layers
 from surgery.structures.passing import pass_kept, source_attention
+from surgery.structures.refit import refitted_output
 from surgery.structures.single_layers import single_layer_divergences
 from surgery.structures.stages import Form, StageTracker
 from surgery.transforms.row_allocation import Section, allocate_rows, granule_of, row_cost
@@ -176,6 +179,14 @@ class PackedRows(Structure[Source, Settings]):
         """Convert a layer."""
 
     @abstractmethod
+    def attended(self, index: int, result: Converted, inputs: Tensor, batch: slice) -> Tensor:
+        """Compute a converted layer's gated head outputs [B, T, H, e] on a batch of its inputs [B, T, D]."""
+
+    @abstractmethod
+    def with_output(self, result: Converted, refit: Callable[[Tensor], Tensor]) -> Converted:
+        """Return a converted layer with another output projection, a function of the present one [D, H, e]."""
+
+    @abstractmethod
     def simulated(self, result: Converted) -> nn.Module:
         """Return a surrogate module of a converted layer; called once for every call of :meth:`converted`."""
 
@@ -226,7 +237,7 @@ class PackedRows(Structure[Source, Settings]):
         if layer in self.kept:
             return source_attention(self.opened, layer)
         with self.opened.stream.layer(layer) as streamed:
-            return self.simulated(self.converted(work, layer, streamed, self.plans[layer]))
+            return self.simulated(self._refitted(work, layer, streamed, self.plans[layer]))
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Allocate bits to the channels of all layers; without held-out text by predicted losses alone."""
@@ -277,6 +288,15 @@ class PackedRows(Structure[Source, Settings]):
         runs = iter(allocate_rows([each for row in sections.values() for each in row], budget, granule=self.granule))
         return {layer: tuple(next(runs) for _ in row) for layer, row in sections.items()}
 
+    def _refitted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> Converted:
+        """Convert a layer, and refit its output projection to the quantized values."""
+        result = self.converted(work, index, layer, rows)
+
+        def attended(inputs: Tensor, batch: slice) -> Tensor:
+            return self.attended(index, result, inputs, batch)
+
+        return self.with_output(result, lambda o: refitted_output(work, index, layer, o, attended, self.first_tokens))
+
     def _likely(self) -> Plans:
         """Return rows of equal bytes; the first layers get the remainder of the budget."""
         granules, rest = divmod(int(self.row_budget * len(self.layers)) // self.granule, len(self.layers))
@@ -311,7 +331,7 @@ class PackedRows(Structure[Source, Settings]):
             return RowLayerReport(index)
         rows = self.plans[index]
         with self.opened.stream.layer(index) as layer:
-            result = self.converted(work, index, layer, rows)
+            result = self._refitted(work, index, layer, rows)
             forms = {**self.exact_forms(work, index), QUANTIZED: lambda: self.simulated(result)}
             errors = runs.advance(layer, self.opened.anatomy(index), forms, (QUANTIZED,))
         work.converted.save(index, self.tensors(writer, index, result))

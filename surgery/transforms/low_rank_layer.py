@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.families.anatomy import AttentionAnatomy, moved
-from surgery.families.attention import output
+from surgery.families.attention import causal_attention, output
 from surgery.families.rope import phases, rotate
 from surgery.model.low_rank_entry import Block
 from surgery.transforms.row_quantizer import Read
@@ -66,6 +66,13 @@ class LowRankLayer:
         keys = keys if source.k_bias is None else keys + source.k_bias
         values = values if source.v_bias is None else values + source.v_bias
         return keys if source.k_norm is None else source.k_norm(keys), values
+
+    def attend(self, x: Tensor, latents: Tensor) -> Tensor:
+        """Compute head outputs [B, T, H, e] of a causal prompt ``x`` from latents [B, T, s + r]."""
+        source, (keys, values) = self.source, self.rebuilt(latents)
+        phase = phases(source.inv_freq, torch.arange(keys.shape[1], device=keys.device), keys.dtype)
+        heads = rotate(source.project_queries(x), phase), rotate(keys, phase), values
+        return causal_attention(source, *(part.transpose(1, 2) for part in heads)).transpose(1, 2)
 
 
 class SimulatedLowRank(nn.Module):

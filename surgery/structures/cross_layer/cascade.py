@@ -60,7 +60,7 @@ def _earlier_layers(opened: Source, settings: CrossLayerSettings, kept_layers: f
     earlier, windows = [], opened.windows
     for layer, window in enumerate(windows):
         same = layer > 0 and window == windows[layer - 1] and not kept_layers & {layer - 1, layer}
-        count = earlier[-1] + 1 if same and earlier[-1] + 1 < settings.group_size else 0
+        count = earlier[-1] + 1 if same and earlier[-1] + 1 < settings.layers_per_group else 0
         earlier.append(count)
     if opened.stateful and not any(earlier):
         raise SurgeryError(

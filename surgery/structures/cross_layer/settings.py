@@ -10,6 +10,10 @@ from surgery.common.setting import setting
 from surgery.structures.kept_layers import AUTO
 from surgery.structures.low_rank.settings import LowRankSettings
 
+GROUP, SMALL_RATIO_GROUP, SMALL_RATIO = 3, 6, 0.1
+"""Default sizes of groups, and the ratio below which packed rows use the larger one. SmolLM2-135M as a cascade in bits
+at a sixteenth of the bytes lost 0.1848 with groups of 3 and 0.1168 with groups of 6 (docs/research/bits.md)."""
+
 Method = Literal["xkv", "cascade", "minicache"]
 
 
@@ -26,7 +30,13 @@ class CrossLayerSettings(LowRankSettings):
         section="Method",
     )
     allocate: Literal["uniform"] = setting("uniform", section="Method")
-    group_size: int = setting(3, "Number of adjacent layers in a group.", section="Budget")
+    group_size: int | None = setting(
+        None,
+        "Number of adjacent layers in a group.",
+        more="Larger groups lose less at equal bytes, and a step reads more latents.",
+        unset="3; 6 for bits auto below a tenth of the bytes",
+        section="Budget",
+    )
     block: int = setting(
         64,
         "Tokens buffered in full precision before they are compressed together; not for method cascade.",
@@ -52,8 +62,16 @@ class CrossLayerSettings(LowRankSettings):
             raise SurgeryError(
                 f"keep_layers: method {self.method} converts all layers; use method cascade", setting="keep_layers"
             )
-        if self.group_size < 2:
+        if self.layers_per_group < 2:
             raise SurgeryError(
                 f"group_size must be at least 2, not {self.group_size}; use --to lowrank for single layers",
                 setting="group_size",
             )
+
+    @property
+    def layers_per_group(self) -> int:
+        """Number of layers in a group: ``group_size``, or its default."""
+        if self.group_size is not None:
+            return self.group_size
+        small = self.bits == "auto" and self.kv_ratio is not None and self.kv_ratio < SMALL_RATIO
+        return SMALL_RATIO_GROUP if small else GROUP

@@ -250,7 +250,7 @@ def plan_groups(
         kept_tokens = round(RETENTION * settings.block)
         entry = MergedPairEntry(group_size=2, **recent, kept=kept_tokens, interpolation=INTERPOLATION, index_in_group=0)
         return groups, (entry,) * len(groups)
-    size, layers = settings.group_size, opened.layers
+    size, layers = settings.layers_per_group, opened.layers
     groups = tuple((first, min(first + size, layers)) for first in range(0, layers, size))
     entries = []
     first = opened.first

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from surgery.architectures.own_family import (
@@ -30,13 +30,15 @@ from surgery.common.progress import Progress
 from surgery.engines.table import refuse_unless_loadable
 from surgery.families import head_shape
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.families.attention import CapturedAttention
+from surgery.families.attention import CapturedAttention, attend
 from surgery.running.kv_bytes import kv_bytes_of
+from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, unchanged_tensors
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kv_heads.settings import KVHeadsSettings
+from surgery.structures.refit import refitted_output
 from surgery.structures.stages import StageTracker
 from surgery.transforms.key_norm import deal_queries, pad_groups, padded_group, pooled_key_norms
 from surgery.transforms.kv_heads import MergedLayer, merge_kv_heads
@@ -153,6 +155,8 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
         merged = _merge(anatomy, work.library.load(layer)[0], self._kv_heads, self.settings.method).anatomy
+        with stream.layer(layer) as streamed:
+            merged = self._refitted(work, layer, streamed, merged)
         return CapturedAttention(merged.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
@@ -184,11 +188,25 @@ class KVHeads(Structure[Source, KVHeadsSettings]):
             queries = tuple(plan.queries[index])
             padded = pad_groups(merged.anatomy, queries, plan.heads // len(queries))
             merged = replace(merged, anatomy=padded, key_error=None, value_error=None)
-        attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
         with stream.layer(index) as layer:
+            merged = replace(merged, anatomy=self._refitted(work, index, layer, merged.anatomy))
+            attention = CapturedAttention(merged.anatomy.to(stream.device, stream.dtype))
             errors = runs.advance(layer, anatomy, {MERGED: lambda: attention}, (MERGED,))
         work.converted.save(index, attention_tensors(merged.anatomy.to("cpu", source.q.dtype), index))
         return HeadsLayerReport(index, merged.groups, merged.key_error, merged.value_error, errors, queries)
+
+    def _refitted(
+        self, work: ConversionContext, index: int, layer: StreamedLayer, merged: AttentionAnatomy
+    ) -> AttentionAnatomy:
+        """Refit a layer's output projection; other methods than ours have none."""
+        if self.settings.method != "fisher":
+            return merged
+        form = merged.to(self.opened.stream.device, self.opened.stream.dtype)
+
+        def attended(inputs: Tensor, _: slice) -> Tensor:
+            return form.gated(attend(form, form.project(inputs)), inputs)
+
+        return replace(merged, o=refitted_output(work, index, layer, merged.o, attended))
 
 
 def _check_multimodal(model_type: str, settings: KVHeadsSettings) -> None:

@@ -7,6 +7,7 @@ Their energies therefore depend on the bytes of the earlier layers; they are com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -106,6 +107,18 @@ class QuantizedRows(PackedRows[LowRankSettings]):
             form = result.layer.to(stream.device, stream.dtype)
             self._group.latents.append(reader(result.quantizer, first)(form.latents(inputs, shared)))
         return result
+
+    def attended(self, index: int, result: QuantizedLowRank, inputs: Tensor, batch: slice) -> Tensor:
+        stream, start = self.opened.stream, group_of(index, self.earlier)[0]
+        layer, earlier = result.layer.to(stream.device, stream.dtype), self._group.latents[: index - start]
+        shared = torch.cat([each[batch] for each in earlier], dim=-1) if earlier else None
+        latents = reader(result.quantizer, self.first_tokens)(layer.latents(inputs, shared))
+        latents = latents if shared is None else torch.cat([shared, latents], dim=-1)
+        return layer.source.gated(layer.attend(inputs, latents), inputs)
+
+    def with_output(self, result: QuantizedLowRank, refit: Callable[[Tensor], Tensor]) -> QuantizedLowRank:
+        source = replace(result.layer.source, o=refit(result.layer.source.o))
+        return replace(result, layer=replace(result.layer, source=source))
 
     def simulated(self, result: QuantizedLowRank) -> SimulatedLowRank:
         """Return a surrogate module of a converted layer, which reads the group's earlier surrogate modules."""

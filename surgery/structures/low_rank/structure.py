@@ -10,7 +10,7 @@ already, and keys and values of neighboring layers are similar.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,12 +39,14 @@ from surgery.structures.low_rank.quantized import QuantizedRows
 from surgery.structures.low_rank.rank_plan import Blocks, plan_ranks, requested_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
+from surgery.structures.refit import refitted_output
 from surgery.structures.stages import StageTracker
 from surgery.transforms.low_rank import SharedMoments, low_rank_layer
 from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
 from surgery.transforms.low_rank_methods import blocks_for
 
 BITS_CHOSEN = {"bits": "auto"}
+OWN_METHODS = ("fisher", "separate")
 LOW_RANK, RESIDUAL_WINDOW = "low rank", "exact window"
 """Stages of the report after the source: all tokens as latents, then latents next to a residual window."""
 
@@ -170,6 +172,8 @@ class LowRank(Structure[Source, LowRankSettings]):
             return source_attention(self.opened, layer)
         anatomy, statistics = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)[0]
         converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.asked.method).layer
+        with self.opened.stream.layer(layer) as streamed:
+            converted = self._refitted(work, layer, streamed, converted, [])
         converted = converted.to(self.opened.stream.device, self.opened.stream.dtype)
         return SimulatedLowRank(converted, remembers=False)
 
@@ -221,6 +225,9 @@ class LowRank(Structure[Source, LowRankSettings]):
                 live = anatomy.to(stream.device, stream.dtype)
                 shared = SharedMoments.of(live, inputs, latents, statistics.token_weight, self.opened.first.q.dtype)
             converted = low_rank_layer(anatomy, statistics, blocks, self.asked.method, shared)
+            converted = replace(
+                converted, layer=self._refitted(work, index, layer, converted.layer, self._group.latents)
+            )
             form = converted.layer.to(stream.device, stream.dtype)
             errors = self._measure(layer, anatomy, form, runs)
             if index + 1 < stop:
@@ -239,6 +246,24 @@ class LowRank(Structure[Source, LowRankSettings]):
             energies.tolist(),
             errors,
         )
+
+    def _refitted(
+        self, work: ConversionContext, index: int, layer: StreamedLayer, converted: LowRankLayer, shared: list[Tensor]
+    ) -> LowRankLayer:
+        """Refit a layer's output projection, given the latents [N, T, r] of earlier layers of the group.
+
+        Not for other methods than ours, which have none, and not with a residual window, which the refit would not see.
+        """
+        if self.asked.method not in OWN_METHODS or self.asked.window or self.asked.sinks:
+            return converted
+        form = converted.to(self.opened.stream.device, self.opened.stream.dtype)
+
+        def attended(inputs: Tensor, batch: slice) -> Tensor:
+            latents = torch.cat([*(each[batch] for each in shared), form.latents(inputs)], dim=-1)
+            return form.source.gated(form.attend(inputs, latents), inputs)
+
+        o = refitted_output(work, index, layer, converted.source.o, attended)
+        return replace(converted, source=replace(converted.source, o=o))
 
     def _measure(
         self, layer: StreamedLayer, anatomy: AttentionAnatomy, form: LowRankLayer, runs: StageTracker

@@ -5,6 +5,8 @@ One byte budget is allocated over all layers; see :mod:`surgery.transforms.quant
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +83,13 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
     def converted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> QuantizedLatents:
         inputs, first = work.attention_inputs(index, layer), self.first_tokens
         return quantized_mla.convert_layer(*self._calibrated(work, index), self._orders[index], rows, inputs, first)
+
+    def attended(self, index: int, result: QuantizedLatents, inputs: Tensor, batch: slice) -> Tensor:
+        surrogate = self.simulated(result)
+        return surrogate.layer.source.gated(surrogate.layer.attend(inputs, surrogate.read), inputs)
+
+    def with_output(self, result: QuantizedLatents, refit: Callable[[Tensor], Tensor]) -> QuantizedLatents:
+        return replace(result, layer=replace(result.layer, o=refit(result.layer.o)))
 
     def simulated(self, result: QuantizedLatents) -> SimulatedAttention:
         stream = self.opened.stream

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from surgery.families import LATENT_FAMILIES, head_shape
 from surgery.model.configuration_surgery import SurgeryConfig
 from surgery.model.latent_entry import LatentEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
+from surgery.running.layer_stream import StreamedLayer
 from surgery.running.source import Source
 from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Structure, TargetOption
 from surgery.structures.context import ConversionContext
@@ -41,6 +43,7 @@ from surgery.structures.mla.report import EXACT_STAGES, LOSSY_STAGES, LayerRepor
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.mla.smaller import SmallerMLA
 from surgery.structures.passing import pass_kept, source_attention
+from surgery.structures.refit import refitted_output
 from surgery.structures.stages import StageTracker
 from surgery.transforms import mla
 from surgery.transforms.latent_layer import SimulatedAttention
@@ -142,8 +145,10 @@ class MLA(Structure[Source, ConvertSettings]):
         if layer in self.kept:
             return source_attention(self.opened, layer)
         anatomy, stream = self.opened.anatomy(layer).to(torch.float64), self.opened.stream
-        converted = self._plan.convert(anatomy, work.library, layer).truncated
-        return SimulatedAttention(converted.to(stream.device, stream.dtype))
+        converted = self._plan.convert(anatomy, work.library, layer)
+        with stream.layer(layer) as streamed:
+            converted = self._refitted(work, layer, streamed, converted)
+        return SimulatedAttention(converted.truncated.to(stream.device, stream.dtype))
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         opened, carrier = self.opened, self._carrier
@@ -188,15 +193,31 @@ class MLA(Structure[Source, ConvertSettings]):
         stream = self.opened.stream
         anatomy = self.opened.anatomy(index).to(torch.float64)
         converted = self._plan.convert(anatomy, work.library, index)
-        lossy = dict(zip(LOSSY_STAGES, (converted.partial, converted.truncated), strict=True))
-        forms = exact_forms(anatomy, converted.basis, stream) | {
-            name: lambda form=form: SimulatedAttention(form.to(stream.device, stream.dtype))
-            for name, form in lossy.items()
-        }
         with stream.layer(index) as layer:
+            converted = self._refitted(work, index, layer, converted)
+            lossy = dict(zip(LOSSY_STAGES, (converted.partial, converted.truncated), strict=True))
+            forms = exact_forms(anatomy, converted.basis, stream) | {
+                name: lambda form=form: SimulatedAttention(form.to(stream.device, stream.dtype))
+                for name, form in lossy.items()
+            }
             errors = runs.advance(layer, anatomy, forms, lossy)
         work.converted.save(index, self._tensors(index, converted))
         return LayerReport.of(index, converted, converted.energy[: converted.truncated.rank], errors)
+
+    def _refitted(
+        self, work: ConversionContext, index: int, layer: StreamedLayer, converted: mla.ConvertedLayer
+    ) -> mla.ConvertedLayer:
+        """Refit the output projection of the last stage; other methods than ours have none."""
+        if self._plan.method is not mla.METHODS["fisher"]:
+            return converted
+        truncated, stream = converted.truncated, self.opened.stream
+        form = truncated.to(stream.device, stream.dtype)
+
+        def attended(inputs: Tensor, _: slice) -> Tensor:
+            return form.source.gated(form.attend(inputs), inputs)
+
+        o = refitted_output(work, index, layer, truncated.o, attended)
+        return replace(converted, truncated=replace(truncated, o=o))
 
     def _tensors(self, index: int, converted: mla.ConvertedLayer) -> dict[str, Tensor]:
         """Return a layer's tensors; the stock class needs latents and rotary keys of mean square one."""
