@@ -36,7 +36,7 @@ SHOWN = {
 ANSWERS = {
     "mla-4": "surgery convert --to mla",
     "cascade-8": "--to crosslayer --method cascade --bits auto",
-    "cascade-16-healed": "--kv-ratio 0.0625, then surgery heal",
+    "cascade-16": "--kv-ratio 0.0625",
 }
 """Rows described beneath the picture, and the commands that make them."""
 BEGIN, END = "<!-- made by tools/readme.py -->\n", "<!-- end -->"
@@ -46,7 +46,9 @@ def hook(report: dict[str, Any], recall_report: dict[str, Any]) -> str:
     """Return the sentences beneath the picture."""
     columns_by_key = {column.key: column for column in columns(report)}
     rows = {row["name"]: row for row in report["rows"]}
-    recall_rows = {row["name"]: row for row in recall_report["rows"]}
+    recall_rows = {
+        row["name"]: row for row in recall_report["rows"] if row["sha256"] == rows.get(row["name"], {}).get("sha256")
+    }
 
     def text_of(key: str, name: str) -> str:
         return columns_by_key[key].text(rows[name], report)
@@ -63,10 +65,10 @@ def hook(report: dict[str, Any], recall_report: dict[str, Any]) -> str:
             f"`{name}` (`{command}`{trained}) keeps {text_of('kv_ratio', name)} of the KV bytes: perplexity "
             f"{text_of('perplexity', 'source')} → {text_of('perplexity', name)}{recall}."
         )
-    sentences.append(
-        f"Nothing else was trained. Keys: {recall_report['settings']['recall_prompts']} "
-        "([report](docs/smollm2/rows-recall/report.md))."
-    )
+    sentences.append("Nothing was trained." if "trained" not in " ".join(sentences) else "Nothing else was trained.")
+    if recall_rows.keys() & ANSWERS.keys():
+        prompts = recall_report["settings"]["recall_prompts"]
+        sentences.append(f"Keys: {prompts} ([report](docs/smollm2/rows-recall/report.md)).")
     return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
 
 

@@ -31,7 +31,10 @@ def interleaving(rope_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentLayer:
-    """One attention layer in latent form; queries, norms, scale and window come from ``source``."""
+    """One attention layer in latent form; queries, norms, scale and window come from ``source``.
+
+    ``rotates_all`` states that no key is in the latent and all keep the source's frequencies.
+    """
 
     source: AttentionAnatomy
     down: Tensor  # [r + ρ, D]
@@ -40,6 +43,7 @@ class LatentLayer:
     value_up: Tensor  # [H, e, r]
     inv_freq: Tensor  # [ρ/2], float64
     o: Tensor  # [D, H, e]
+    rotates_all: bool = False
 
     @property
     def rank(self) -> int:
@@ -89,6 +93,8 @@ class LatentLayer:
 
     def attend(self, x: Tensor, read: Read | None = None) -> Tensor:
         """Compute head outputs [B, T, H, e] before the output projection; ``read`` as for :meth:`compress`."""
+        if self.rotates_all:
+            return self._attend_expanded(x, read)
         latent, positional = self.compress(x, read)
         gain = self.source.project_key_gain(x)
         if gain is not None:
@@ -96,6 +102,22 @@ class LatentLayer:
         queries, cached = self.queries(x).transpose(1, 2), self._keys_and_values(latent[:, None], positional[:, None])
         attn_output = causal_attention(self.source, queries, *cached)
         return torch.einsum("bhtr,her->bthe", attn_output, self.value_up)
+
+    def _attend_expanded(self, x: Tensor, read: Read | None) -> Tensor:
+        """Compute :meth:`attend` of a layer that rotates all keys, with a key and a value for each KV head.
+
+        ``query_up`` commutes with rotation, so it may map keys back to heads, which are narrower, instead of queries.
+        """
+        source, cached = self.source, nn.functional.linear(x, self.down, self.down_bias)
+        cached = cached if read is None else read(cached)
+        query_up, value_up = (each[:: source.heads // source.kv_heads] for each in (self.query_up, self.value_up))
+        phase = phases(source.inv_freq, torch.arange(x.shape[1], device=x.device), x.dtype)
+        keys = rotate(torch.einsum("btc,gdc->btgd", cached, query_up), phase)
+        gain = source.project_key_gain(x)
+        keys = keys if gain is None else keys * gain[..., None]
+        values = torch.einsum("btr,ger->btge", cached[..., : self.rank], value_up)
+        heads = rotate(source.project_queries(x), phase), keys, values
+        return causal_attention(source, *(part.transpose(1, 2) for part in heads)).transpose(1, 2)
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
         """Expand a latent [B, 1, T, r] to keys [B, H, T, r + ρ] and values [B, H, T, r].

@@ -174,6 +174,7 @@ def _in_order(layer: LatentLayer, latent_order: list[int], rope_order: list[int]
     )
     return replace(
         layer,
+        rotates_all=True,
         down=take_or_zero(layer.down, order, 0),
         down_bias=None if layer.down_bias is None else take_or_zero(layer.down_bias, order),
         query_up=take_or_zero(layer.query_up, order),

@@ -1,5 +1,7 @@
 """The exact stages, for every family: merge and rotation change nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import ALL, OWN_SOFTMAX
@@ -48,6 +50,7 @@ def test_merge_and_rotation_and_a_full_rank_are_exact(case):
         assert form.rank + form.rope_dim == anatomy.kv_width
         error = (form.forward(x) - want).abs().max() / want.abs().max()
         assert error < 1e-9, name
+        torch.testing.assert_close(replace(form, rotates_all=True).attend(x), form.attend(x))
     form = latent_form(anatomy, every["fisher"], torch.arange(2))
     mix = torch.randn(form.rank, form.rank, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     same = truncate(form, mix, torch.linalg.inv(mix))
