@@ -38,6 +38,8 @@ from surgery.version import __version__
 DEFAULT_SHARE = 0.25
 STEPS = 3
 """Steps of a plan: texts, statistics, candidates."""
+REFIT_SEQUENCES = 4
+"""Calibration sequences for refits of output projections, which conversions make on all: plans try many candidates."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,7 @@ def open_work(
             snapshots = unfinished.snapshots
         texts = replace(texts, held_out=untried)
         work = ConversionContext.in_folder(snapshots, opened, settings, texts, progress)
+        work = replace(work, refit_sequences=REFIT_SEQUENCES)
         for files in (work.library, work.store, work.converted):
             stack.enter_context(files)
         if any(allowed_candidates(opened.reader.config, settings)):

@@ -35,6 +35,7 @@ class ConversionContext(Generic[Opened, Settings]):
         store: inputs of every layer from the forward sweep over the calibration text.
         converted: new tensors of every layer.
         snapshots: snapshots from which an interrupted conversion resumes.
+        refit_sequences: number of calibration sequences to which output projections are refitted; None for all.
     """
 
     opened: Opened
@@ -45,6 +46,7 @@ class ConversionContext(Generic[Opened, Settings]):
     converted: ConvertedLayers
     progress: Progress
     snapshots: Snapshots = field(default_factory=Snapshots)
+    refit_sequences: int | None = None
 
     @classmethod
     def in_folder(

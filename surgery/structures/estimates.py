@@ -11,7 +11,8 @@ activations     (2 D + 2 n) N T c at a layer boundary and in the layer
 one batch       the largest of: autograd of B T tokens, (16 D + 6 H d + 6 I) c each; one slice of the vocabulary;
                 attention weights, 5 B H T² c without fused attention; for MLA the queries of the merged stage and
                 those of its statistics, 3 B T H n c and 4 H T² c
-algebra         in float64: the attention three times, 8 matrices [n, n], for MLA two merged forms [H d, n]
+algebra         in float64: the attention three times, 8 matrices [n, n], for MLA two merged forms [H d, n]; for the
+                refit of W_o the attention twice, 4 matrices [H d, H d]
 =============== ====================================================================================================
 
 A batch and the algebra are never in memory together. An accelerator holds the layer and the batch, the host the rest.
@@ -164,7 +165,10 @@ class Workload:
         forward = self.layers * (2 * self.active_parameters + 2 * self.length * self.heads * self.head_dim)
         calibration, held_out = (count * self.length * forward for count in (self.calibration, self.sequences))
         sweeps = {"calibrate: forward": calibration, "calibrate: backward": 3 * calibration} if calibration else {}
-        return {**sweeps, "convert": (1 + self.demand.stages) * held_out, "verify: reload and run": held_out}
+        attention = self.layers * (2 * self.attention_parameters + 2 * self.length * self.heads * self.head_dim)
+        refit = 2 * self.calibration * self.length * attention  # of the source and of the result
+        convert = (1 + self.demand.stages) * held_out + refit
+        return {**sweeps, "convert": convert, "verify: reload and run": held_out}
 
     def _batch_bytes(self) -> int:
         tokens = self.batch * self.length
@@ -180,7 +184,8 @@ class Workload:
 
     def _algebra_bytes(self) -> int:
         merged = 2 * self.heads * self.head_dim * self.kv_width if self.demand.merges else 0
-        return 8 * (3 * self.attention_parameters + 8 * self.kv_width**2 + merged)
+        closed_form = 3 * self.attention_parameters + 8 * self.kv_width**2 + merged
+        return 8 * max(closed_form, 2 * self.attention_parameters + 4 * (self.heads * self.head_dim) ** 2)
 
 
 def _layer_sizes(opened: Source | OwnSource) -> tuple[int, int]:

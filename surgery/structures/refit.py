@@ -31,7 +31,7 @@ def refitted_output(
         return o
     stream, size = work.opened.stream, work.settings.batch_size
     source = replace(work.opened.anatomy(index), o_bias=None).to(stream.device, stream.dtype)
-    inputs = work.attention_inputs(index, layer)
+    inputs = work.attention_inputs(index, layer)[: work.refit_sequences]
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, len(inputs), size):

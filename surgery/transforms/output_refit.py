@@ -17,8 +17,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from surgery.transforms.algebra import damp
-
 
 def refit_output(o: Tensor, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Refit an output projection [D, H, e]; return it in its dtype, on its device.
@@ -35,6 +33,7 @@ def refit_output(o: Tensor, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         tokens += len(a)
     if not moment.any():  # a layer that passes nothing on
         return o
-    damped = damp(moment, len(moment) / tokens)
-    new = torch.linalg.solve(damped, cross + old @ (damped - moment), left=False)
+    ridge = moment.diagonal().mean() * len(moment) / tokens
+    moment.diagonal().add_(ridge)
+    new = torch.linalg.solve(moment, cross.add_(ridge * old), left=False)
     return new.to(o).unflatten(1, o.shape[1:])
