@@ -80,11 +80,11 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
         f"prose that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
         f"{long['length']:,}{_other_conversions(report, long_report)}. Recall: "
         f"{settings['recall_prompts']} numbers planted in text and asked for at its end. Bytes are measured on the "
-        f"live cache ({report['created'][:10]}), those at 8k computed. Rows in code font are the source and its "
-        "conversions, which keep the first 4 tokens in full precision on top. The others are "
+        f"live cache ({report['created'][:10]}), those at 8k computed. Rows in code font, the source and its "
+        "conversions, keep the first 4 tokens in full precision on top. The others are "
         "[caches of engines](docs/research/engine-caches.md); oscar_int2 and kvarn are our readings of their papers. "
         "Intervals and KL: "
-        "[report](docs/smollm2/rows/report.md), [in long windows](docs/smollm2/rows-8k/report.md)."
+        "[report](docs/smollm2/rows/report.md), [long windows](docs/smollm2/rows-8k/report.md)."
     )
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
 
@@ -113,7 +113,7 @@ def _other_conversions(report: dict[str, Any], long_report: dict[str, Any]) -> s
     """Return a remark if checkpoints of the same name differ between the reports, or an empty string."""
     hashes = [{row["name"]: row["sha256"] for row in each["rows"]} for each in (report, long_report)]
     is_same = all(hashes[0].get(name, sha256) == sha256 for name, sha256 in hashes[1].items())
-    return "" if is_same else f", with the conversions of another day ({long_report['created'][:10]})"
+    return "" if is_same else f", with earlier conversions ({long_report['created'][:10]})"
 
 
 def _long_title(long_report: dict[str, Any]) -> str:
