@@ -39,7 +39,8 @@ DEFAULT_SHARE = 0.25
 STEPS = 3
 """Steps of a plan: texts, statistics, candidates."""
 REFIT_SEQUENCES = 4
-"""Calibration sequences for refits of output projections, which conversions make on all: plans try many candidates."""
+"""Calibration sequences for refits of output projections, which conversions make on all: plans try many candidates.
+No other number was tried."""
 
 
 @dataclass(frozen=True)

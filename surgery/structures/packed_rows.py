@@ -35,7 +35,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import converted_layers, kept_layers
 from surgery.structures.passing import pass_kept, source_attention
-from surgery.structures.refit import refitted_output
+from surgery.structures.refit import Attended, refitted_output
 from surgery.structures.single_layers import single_layer_divergences
 from surgery.structures.stages import Form, StageTracker
 from surgery.transforms.row_allocation import Section, allocate_rows, granule_of, row_cost
@@ -179,8 +179,8 @@ class PackedRows(Structure[Source, Settings]):
         """Convert a layer."""
 
     @abstractmethod
-    def attended(self, index: int, result: Converted, inputs: Tensor, batch: slice) -> Tensor:
-        """Compute a converted layer's gated head outputs [B, T, H, e] on a batch of its inputs [B, T, D]."""
+    def attended(self, index: int, result: Converted) -> Attended:
+        """Return the function that computes a converted layer's head outputs, for the refit."""
 
     @abstractmethod
     def with_output(self, result: Converted, refit: Callable[[Tensor], Tensor]) -> Converted:
@@ -291,10 +291,7 @@ class PackedRows(Structure[Source, Settings]):
     def _refitted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> Converted:
         """Convert a layer, and refit its output projection to the quantized values."""
         result = self.converted(work, index, layer, rows)
-
-        def attended(inputs: Tensor, batch: slice) -> Tensor:
-            return self.attended(index, result, inputs, batch)
-
+        attended = self.attended(index, result)
         return self.with_output(result, lambda o: refitted_output(work, index, layer, o, attended, self.first_tokens))
 
     def _likely(self) -> Plans:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy, moved
-from surgery.families.attention import causal_attention
+from surgery.families.anatomy import AttentionAnatomy, Projection, moved
+from surgery.families.attention import attend, causal_attention
 from surgery.families.rope import phases, rotate
 from surgery.transforms.row_quantizer import Read
 
@@ -111,13 +111,9 @@ class LatentLayer:
         source, cached = self.source, nn.functional.linear(x, self.down, self.down_bias)
         cached = cached if read is None else read(cached)
         query_up, value_up = (each[:: source.heads // source.kv_heads] for each in (self.query_up, self.value_up))
-        phase = phases(source.inv_freq, torch.arange(x.shape[1], device=x.device), x.dtype)
-        keys = rotate(torch.einsum("btc,gdc->btgd", cached, query_up), phase)
-        gain = source.project_key_gain(x)
-        keys = keys if gain is None else keys * gain[..., None]
+        keys = torch.einsum("btc,gdc->btgd", cached, query_up)
         values = torch.einsum("btr,ger->btge", cached[..., : self.rank], value_up)
-        heads = rotate(source.project_queries(x), phase), keys, values
-        return causal_attention(source, *(part.transpose(1, 2) for part in heads)).transpose(1, 2)
+        return attend(source, Projection(source.project_queries(x), keys, values, source.project_key_gain(x)))
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
         """Expand a latent [B, 1, T, r] to keys [B, H, T, r + ρ] and values [B, H, T, r].

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surgery.families.anatomy import AttentionAnatomy, moved
-from surgery.families.attention import causal_attention, output
+from surgery.families.anatomy import AttentionAnatomy, Projection, moved
+from surgery.families.attention import attend, output
 from surgery.families.rope import phases, rotate
 from surgery.model.low_rank_entry import Block
 from surgery.transforms.row_quantizer import Read
@@ -69,10 +69,7 @@ class LowRankLayer:
 
     def attend(self, x: Tensor, latents: Tensor) -> Tensor:
         """Compute head outputs [B, T, H, e] of a causal prompt ``x`` from latents [B, T, s + r]."""
-        source, (keys, values) = self.source, self.rebuilt(latents)
-        phase = phases(source.inv_freq, torch.arange(keys.shape[1], device=keys.device), keys.dtype)
-        heads = rotate(source.project_queries(x), phase), rotate(keys, phase), values
-        return causal_attention(source, *(part.transpose(1, 2) for part in heads)).transpose(1, 2)
+        return attend(self.source, Projection(self.source.project_queries(x), *self.rebuilt(latents), None))
 
 
 class SimulatedLowRank(nn.Module):

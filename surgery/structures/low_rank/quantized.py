@@ -25,6 +25,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.low_rank.groups import group_of
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.packed_rows import PackedRows, Plans, RowLayerReport, Rows
+from surgery.structures.refit import Attended
 from surgery.transforms import quantized_low_rank
 from surgery.transforms.low_rank_layer import SimulatedLowRank
 from surgery.transforms.quantized_low_rank import QuantizedLowRank, RowSpectrum
@@ -108,13 +109,17 @@ class QuantizedRows(PackedRows[LowRankSettings]):
             self._group.latents.append(reader(result.quantizer, first)(form.latents(inputs, shared)))
         return result
 
-    def attended(self, index: int, result: QuantizedLowRank, inputs: Tensor, batch: slice) -> Tensor:
+    def attended(self, index: int, result: QuantizedLowRank) -> Attended:
         stream, start = self.opened.stream, group_of(index, self.earlier)[0]
         layer, earlier = result.layer.to(stream.device, stream.dtype), self._group.latents[: index - start]
-        shared = torch.cat([each[batch] for each in earlier], dim=-1) if earlier else None
-        latents = reader(result.quantizer, self.first_tokens)(layer.latents(inputs, shared))
-        latents = latents if shared is None else torch.cat([shared, latents], dim=-1)
-        return layer.source.gated(layer.attend(inputs, latents), inputs)
+        read = reader(result.quantizer, self.first_tokens)
+
+        def attended(inputs: Tensor, batch: slice) -> Tensor:
+            shared = [each[batch] for each in earlier]
+            own = read(layer.latents(inputs, torch.cat(shared, dim=-1) if shared else None))
+            return layer.source.gated(layer.attend(inputs, torch.cat([*shared, own], dim=-1)), inputs)
+
+        return attended
 
     def with_output(self, result: QuantizedLowRank, refit: Callable[[Tensor], Tensor]) -> QuantizedLowRank:
         source = replace(result.layer.source, o=refit(result.layer.source.o))

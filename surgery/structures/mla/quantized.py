@@ -24,6 +24,7 @@ from surgery.structures.mla.output import mla_spec, refuse_longrope
 from surgery.structures.mla.report import EXACT_STAGES
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.packed_rows import PackedRows, Plans, RowLayerReport, Rows
+from surgery.structures.refit import Attended
 from surgery.structures.stages import Form
 from surgery.transforms import quantized_mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
@@ -84,9 +85,10 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
         inputs, first = work.attention_inputs(index, layer), self.first_tokens
         return quantized_mla.convert_layer(*self._calibrated(work, index), self._orders[index], rows, inputs, first)
 
-    def attended(self, index: int, result: QuantizedLatents, inputs: Tensor, batch: slice) -> Tensor:
+    def attended(self, index: int, result: QuantizedLatents) -> Attended:
         surrogate = self.simulated(result)
-        return surrogate.layer.source.gated(surrogate.layer.attend(inputs, surrogate.read), inputs)
+        layer, read = surrogate.layer, surrogate.read
+        return lambda inputs, _: layer.source.gated(layer.attend(inputs, read), inputs)
 
     def with_output(self, result: QuantizedLatents, refit: Callable[[Tensor], Tensor]) -> QuantizedLatents:
         return replace(result, layer=replace(result.layer, o=refit(result.layer.o)))
