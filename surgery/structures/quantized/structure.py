@@ -1,7 +1,8 @@
 """``surgery convert --to quantized``: quantized keys and values, in one packed row per token.
 
-Every KV head has one basis for its keys before RoPE and one for its values. Heads share no latents, so decoding a head
-takes products of its width only; low rank loses less at the same bytes and takes several times the operations.
+Every KV head has one basis for its keys before RoPE and its values together; with uniform bits, one for each. Heads
+share no latents, so decoding a head takes products of its widths only; low rank loses less at the same bytes and takes
+several times the operations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PATTERNS = {8: "8", 4: "4+4", 2: "2+2+2+2"}
 
 
 class Quantized(QuantizedRows):
-    """Conversion to quantized keys and values in separate bases for every head."""
+    """Conversion to quantized keys and values in a basis of its own for every head."""
 
     name, method = "quantized", "heads"
     options = (TargetOption(option_rank=2),)
@@ -41,8 +42,13 @@ class Quantized(QuantizedRows):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Blocks of latents: keys of every head, then values of every head."""
+        """Blocks of latents: keys and values of every head; with uniform bits, keys and then values apart.
+
+        Keys tell much about values: in a common basis the loss predicted for SmolLM2-135M is half as large.
+        """
         heads = range(self.opened.first.kv_heads)
+        if self.settings.bits == "auto":
+            return tuple(Block(0, (head,), (head,)) for head in heads)
         return *(Block(0, (head,), ()) for head in heads), *(Block(0, (), (head,)) for head in heads)
 
     def granule_bytes(self) -> int:
