@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
         self.q_proj = ColumnParallelLinear(hidden, heads * self.head_dim, bias=bias, prefix=f"{prefix}.q_proj")
         self.kv_down = ReplicatedLinear(hidden, width, bias=bias, prefix=f"{prefix}.kv_down")
         self.query_up = nn.Parameter(torch.empty(self.heads, self.head_dim, width), requires_grad=False)
-        self.value_up = nn.Parameter(torch.empty(self.heads, self.head_dim, latent.kv_lora_rank), requires_grad=False)
+        self.value_up = nn.Parameter(torch.empty(self.heads, self.head_dim, latent.value_width), requires_grad=False)
         self.o_proj = RowParallelLinear(heads * self.head_dim, hidden, bias=bias_o_proj, prefix=f"{prefix}.o_proj")
         self.gains = None
         if gains:
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         scale = self.head_dim**-0.5
         self.attn = self._cache(
             config,
-            attend=partial(latent_attention, rank=latent.kv_lora_rank, scale=scale, gains=self.gains),
+            attend=partial(latent_attention, rank=latent.value_width, scale=scale, gains=self.gains),
             num_heads=self.heads,
             head_size=width,
             scale=scale,
@@ -89,10 +89,17 @@ class LatentAttention(nn.Module):
         cos, sin = angles.cos(), angles.sin()  # [T, ρ/2]
         query = torch.einsum("thd,hdk->thk", self._queries(hidden_states), self.query_up)
         query, rope = query.split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
-        query = torch.cat((query, rotate_pairs(rope, cos[:, None], sin[:, None])), dim=-1)
+        query = self._over_values(torch.cat((query, rotate_pairs(rope, cos[:, None], sin[:, None])), dim=-1))
         vectors = self._with_gains(self._key(self.kv_down(hidden_states)[0], cos, sin), hidden_states)
-        out = self.attn(query, vectors, self.latent.kv_lora_rank)
+        out = self.attn(query, vectors, self.latent.value_width)
         return self.o_proj(torch.einsum("thr,hvr->thv", out, self.value_up).flatten(1))[0]
+
+    def _over_values(self, query: Tensor) -> Tensor:
+        """Insert zeros into [..., r + ρ] for the channels [..., v + ρ] that are read for values only."""
+        if (added := self.latent.value_width - self.latent.kv_lora_rank) == 0:
+            return query
+        content, rope = query.split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
+        return torch.cat((content, query.new_zeros(*query.shape[:-1], added), rope), dim=-1)
 
     def _queries(self, hidden_states: Tensor) -> Tensor:
         """Compute unrotated queries [T, H, d]."""
@@ -146,7 +153,9 @@ class QuantizedLatentAttention(LatentAttention):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the layer's tensors, and detect whether its keys can be rotated per head."""
         names = super().load_weights(weights)
-        self.order = HeadPairs.of(self.query_up, self.value_up, self.kv_heads, list(self.latent.rope_inv_freq))
+        self.order = HeadPairs.of(
+            self.query_up, self.value_up, self.latent.kv_lora_rank, self.kv_heads, list(self.latent.rope_inv_freq)
+        )
         return names
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
@@ -161,36 +170,37 @@ class QuantizedLatentAttention(LatentAttention):
         return self.o_proj(self.attn(query, vectors, self.head_dim).flatten(1))[0]
 
     def _attend(self, query: Tensor, vectors: Tensor, span: Span, attend_latents: Attend) -> Tensor:
-        """Compute outputs [B·T, H, d] of rotated queries [B·T, H, d] over vectors [B, S, r + ρ (+ G)], keys rotated.
+        """Compute outputs [B·T, H, d] of rotated queries [B·T, H, d] over vectors [B, S, v + ρ (+ G)], keys rotated.
 
-        Without `order`, queries and outputs are in latent space.
+        Without `order`, queries and outputs are in latent space. Values are read from the first v = `value_width`.
         """
         if self.order is None or span.new < self.head_dim:
             return self._in_latents(
                 query, lambda latent_query: attend_latents(latent_query.to(vectors.dtype), vectors, span)
             )
-        up, rank, width = self.query_up, self.latent.kv_lora_rank, self.query_up.shape[-1]
-        vectors, group_size = vectors[:, : span.longest].to(up.dtype), self.heads // self.order.heads
-        key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up[::group_size]).contiguous()
-        value = torch.einsum("bsr,kvr->bksv", vectors[..., :rank], self.value_up[::group_size])
+        group_size = self.heads // self.order.heads
+        up, values = self._over_values(self.query_up[::group_size]), self.latent.value_width
+        vectors, width = vectors[:, : span.longest].to(up.dtype), up.shape[-1]
+        key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up).contiguous()
+        value = torch.einsum("bsr,kvr->bksv", vectors[..., :values], self.value_up[::group_size])
         if self.gains is not None:
             gains = vectors[..., width:][..., self.gains].mT.unsqueeze(-1)
             key = key * gains.repeat_interleave(key.shape[1] // gains.shape[1], dim=1)
         return causal(query.to(up.dtype), key, value, span, self.head_dim**-0.5)
 
     def _in_latents(self, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run `attend`, which maps [T, H, r + ρ] to [T, H, r] in latent space, for rotated queries [T, H, d]."""
+        """Run `attend`, which maps [T, H, v + ρ] to [T, H, v] in latent space, for rotated queries [T, H, d]."""
         if self.order is None:
             return attend(query)
         sharing = self.heads // self.order.heads  # query heads of a KV head have the same up-projections
         query_up, value_up = self.query_up[::sharing], self.value_up[::sharing]
         query = query.to(query_up.dtype).unflatten(1, (-1, sharing))
-        out = attend(torch.einsum("tgqd,gdk->tgqk", query, query_up).flatten(1, 2))
+        out = attend(self._over_values(torch.einsum("tgqd,gdk->tgqk", query, query_up).flatten(1, 2)))
         out = out.to(value_up.dtype).unflatten(1, (-1, sharing))
         return torch.einsum("tgqr,gvr->tgqv", out, value_up).flatten(1, 2)
 
     def _cache(self, config: Any, attend: Attend, **settings: Any) -> LatentRows:
-        self.quantizer, self.kv_heads = RowQuantizer(self.latent.format), config.num_key_value_heads
+        self.quantizer, self.kv_heads = RowQuantizer.of(self.latent), config.num_key_value_heads
         attend = partial(self._attend, attend_latents=attend)
         settings |= {"attend": attend, "in_latents": self._in_latents}
         return LatentRows(config, self.quantizer, self.inv_freq, **settings)

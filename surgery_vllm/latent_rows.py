@@ -32,7 +32,7 @@ class LatentRows(RowCache):
 
     Args:
         in_latents: computes outputs [T, H, ·] of the layer's queries by an attention function in latent space, which
-            maps [T, H, r + ρ] to [T, H, r].
+            maps [T, H, v + ρ] to [T, H, v], of v elements from which values are read.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class LatentRows(RowCache):
         if not (self.layout.unpacked or self.on_cpu):
             return super().pack(vectors)
         values, gains = vectors.tensor_split([self.entry.format.channels], dim=-1)
-        rows = pack_rows(values[None], self.quantizer.step, self.quantizer.mean, self.fields)[0]
+        rows = pack_rows(self.quantizer.corrected(values)[None], self.quantizer.step, self.quantizer.mean, self.fields)[
+            0
+        ]
         return with_gains(rows, gains) if gains.shape[-1] else rows
 
     def outputs(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
@@ -84,7 +86,7 @@ class LatentRows(RowCache):
                 yield span, self.attend(queries.to(vectors.dtype), vectors, span)
 
     def _over_rows(self, kv_cache: Tensor, span: Span, of_first: Span, query: Tensor) -> Tensor:
-        """Compute outputs [B·T, H, r] of rotated queries [B·T, H, r + ρ] over the packed rows of their requests."""
+        """Compute outputs [B·T, H, v] of rotated queries [B·T, H, v + ρ] over the packed rows of their requests."""
         pages, lengths = span.table()
         out, _ = mla_decode_packed(
             query.unflatten(0, (len(pages), -1)),
@@ -103,11 +105,11 @@ class LatentRows(RowCache):
 
     def step(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Tensor:
         """Compute outputs [B, H, ·] of queries [B, H, ·], whose tokens are in the cache already."""
-        steps, rank, channels = metadata.steps, self.entry.kv_lora_rank, self.entry.format.channels
+        steps, width = metadata.steps, self.entry.value_width
         rows = self._rows(kv_cache).view(torch.int16)
         blocks = kv_cache.view(len(kv_cache), -1)[:, self.layout.unpacked_of()].view(self.first_dtype)
         tokens = blocks.unflatten(1, (self.layout.page, -1))
-        latent, rope_key, exact = tokens[..., :rank], tokens[..., rank:channels], None
+        latent, rope_key, exact = tokens[..., :width], tokens[..., width : width + self.entry.rope_dim], None
         if self.entry.first_tokens:
             exact = self._exact(self._first()[0].steps.pages)
         unpack_rows(

@@ -25,7 +25,9 @@ def rows_of(vectors: Tensor, quantizer: TokenQuantizer) -> Tensor:
 def vectors_of(
     rows: Tensor, quantizer: TokenQuantizer, inv_freq: Tensor | None, first: Tensor | None, lens: Tensor
 ) -> Tensor:
-    """Dequantize rows [B, S, bytes] of the first S tokens of requests to [B, S, r + ρ + G] fp32, with rotated keys.
+    """Dequantize rows [B, S, bytes] of the first S tokens of requests to [B, S, v + ρ + G] fp32, with rotated keys.
+
+    Values are read from the first v elements: the latent, and the key before its rotation if it predicts values.
 
     Args:
         rows: packed rows, arbitrary after the end of a request.
@@ -41,6 +43,8 @@ def vectors_of(
         head = values[:, : first.shape[1]]
         has_come = torch.arange(head.shape[1], device=rows.device) < lens[:, None]
         head.copy_(torch.where(has_come[..., None], first[:, : head.shape[1]].float(), head))
+    if quantizer.correcting:
+        values = torch.cat((values, values[..., quantizer.correcting :]), dim=-1)
     if inv_freq is not None:
         rotate(values[..., values.shape[-1] - 2 * len(inv_freq) :], inv_freq)
     if rows.shape[-1] == packed:

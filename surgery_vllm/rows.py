@@ -20,6 +20,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from surgery.model.layer_entry import LayerEntry
+from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery_vllm import first_tokens
 from surgery_vllm.backend import PagedMetadata
@@ -40,6 +41,11 @@ vLLM's default of 128 on CPUs serves its own kernels.
 
 class RowQuantizer(TokenQuantizer):
     """Quantizer of a layer with vLLM's weight loading interface."""
+
+    @classmethod
+    def of(cls, entry: QuantizedLatentEntry) -> "RowQuantizer":
+        """Create the quantizer of a latent and a shared key."""
+        return cls(entry.format, entry.kv_lora_rank if entry.predicts_values else 0)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load steps and means.
@@ -92,7 +98,8 @@ class RowCache(PageCache):
         vllm_config = get_current_vllm_config()
         check(vllm_config)
         layers, dtype = attention_of_layers(config), torch.get_default_dtype()
-        unpacked = 0 if self.refusal_of(layers, vllm_config) else max(each.format.channels for each in layers)
+        is_unpacked = self.refusal_of(layers, vllm_config) is None
+        unpacked = max(each.value_width + each.rope_dim for each in layers) if is_unpacked else 0
         block = proposed_block(vllm_config.cache_config)
         layout = RowLayout.of(layers, config, dtype.itemsize, block, unpacked * dtype.itemsize)
         settings["backend"] = StepBackend if layout.unpacked else VectorBackend
@@ -124,12 +131,12 @@ class RowCache(PageCache):
             write_slots(pages, vectors[:, : self.entry.format.channels], slots)
 
     def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the spans of a batch and their vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
+        """Yield the spans of a batch and their vectors [B, S, v + ρ + G], shared keys rotated, fp32."""
         for span, of_first in self.spans(metadata):
             yield span, self.vectors(*self.packed(kv_cache, span, of_first), span)
 
     def vectors(self, rows: Tensor, exact: Tensor | None, span: Span) -> Tensor:
-        """Dequantize what `packed` returns to vectors [B, S, r + ρ + G], shared keys rotated, fp32."""
+        """Dequantize what `packed` returns to vectors [B, S, v + ρ + G], shared keys rotated, fp32."""
         return vectors_of(rows, self.quantizer, self.inv_freq, exact, span.seq_lens)
 
     def spans(self, metadata: PagedMetadata) -> Iterator[tuple[Span, Span]]:

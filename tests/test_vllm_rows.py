@@ -20,10 +20,12 @@ CONFIG = SimpleNamespace(base_model_type="llama")
 RANK, INV_FREQ = 12, torch.tensor([1.0, 0.01])
 
 
-@pytest.fixture
-def quantizer() -> TokenQuantizer:
+@pytest.fixture(params=[0, RANK], ids=["plain", "predicted"])
+def quantizer(request) -> TokenQuantizer:
     torch.manual_seed(0)
-    result = TokenQuantizer(TokenFormat((*LATENT, *ROPE)))
+    result = TokenQuantizer(TokenFormat((*LATENT, *ROPE)), request.param)
+    if request.param:
+        result.correction.normal_()
     result.step.uniform_(4, 6).div_(result.highest + 1)
     result.mean.normal_(0, 0.1)
     return result
@@ -45,9 +47,11 @@ def test_rows_are_read_as_the_model_class_reads_them(quantizer, gains, has_first
     if has_first:
         read[0, :FIRST], read[1, :2] = values[0, :FIRST], values[1, :2]
     angles = torch.arange(tokens)[:, None] * INV_FREQ
-    expected = torch.cat((read[..., :RANK], rotate_pairs(read[..., RANK:], angles.cos(), angles.sin())), dim=-1)
-    torch.testing.assert_close(result[..., : RANK + 4], expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(result[..., RANK + 4 :], scales.half().float())
+    rotated = rotate_pairs(read[..., RANK:], angles.cos(), angles.sin())
+    expected = torch.cat((read if quantizer.correcting else read[..., :RANK], rotated), dim=-1)
+    width = expected.shape[-1]
+    torch.testing.assert_close(result[..., :width], expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(result[..., width:], scales.half().float())
 
 
 @pytest.mark.parametrize("has_first", [True, False])
@@ -70,7 +74,7 @@ def test_new_tokens_are_read_by_slots_as_among_all(quantizer, has_first):
         got = values_at(slots, cache, quantizer, *((small, first) if has_first else (None, None)))
     exact = first[2:3] if has_first else None
     expected = vectors_of(cache[pages].flatten(0, 1)[None], quantizer, None, exact, torch.tensor([length]))
-    assert torch.equal(got[:length], expected[0, :length])
+    assert torch.equal(got[:length], expected[0, :length, : RANK + 4])
 
 
 def test_slots_of_first_tokens_in_their_smaller_pages():

@@ -2,7 +2,8 @@
 //
 // A tile of tokens is unpacked to fp32, multiplied by the queries and, weighted, added to the sums. Steps and means of
 // latents are folded into queries and outputs, so that a tile holds centered codes. Shared keys are dequantized and
-// rotated by their position modulo `STEP`, queries back by the rest.
+// rotated by their position modulo `STEP`, queries back by the rest. A token of a tile is its rotated key (all real
+// parts, then all imaginary ones), its latent, and, if values are read from it too, its key before the rotation.
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Half.h>
@@ -16,18 +17,23 @@ using namespace packed_rows;
 
 // Queries of one batch row, transposed: element c of all lanes is at c * lanes.
 struct Queries {
-  std::vector<float> scaled;    // [channels, lanes]; those of shared keys are turned, all real parts first
+  int64_t depth;                // elements of a token that change scores: all, or those of its rotated key
+  std::vector<float> scaled;    // [elements of a token, lanes]; those of rotated keys are turned
   std::vector<float> pairs;     // [2 * pairs, lanes], not turned
   std::vector<float> constant;  // [lanes], share of the means in every score
 
-  Queries(const Rows& rows, int64_t rank, int64_t used, int64_t lanes, const float* query, float scale)
-      : scaled(rows.channels * lanes), pairs((rows.channels - rank) * lanes), constant(lanes) {
-    for (int64_t lane = 0; lane < used; lane++, query += rows.channels) {
-      for (int64_t c = 0; c < rank; c++) {
-        scaled[c * lanes + lane] = scale * query[c] * rows.step[c];
-        constant[lane] += scale * query[c] * rows.mean[c];
+  // `query` [used, width of values + width of a key]
+  Queries(const Rows& rows, int64_t rank, int64_t values, int64_t used, int64_t lanes, const float* query, float scale)
+      : depth(rows.channels - rank), scaled((depth + values) * lanes), pairs(depth * lanes), constant(lanes) {
+    const int64_t key = depth;
+    for (int64_t lane = 0; lane < used; lane++, query += values + key) {
+      for (int64_t c = 0; c < values; c++) {
+        if (query[c] == 0.0f) continue;
+        depth = key + values;
+        scaled[(key + c) * lanes + lane] = scale * query[c] * (c < rank ? rows.step[c] : 1.0f);
+        if (c < rank) constant[lane] += scale * query[c] * rows.mean[c];
       }
-      for (int64_t c = rank; c < rows.channels; c++) pairs[(c - rank) * lanes + lane] = scale * query[c];
+      for (int64_t c = 0; c < key; c++) pairs[c * lanes + lane] = scale * query[values + c];
     }
   }
 };
@@ -51,34 +57,36 @@ void rotate(const Rotations& rotations, const float* __restrict key, int64_t pos
   }
 }
 
-// Reads tokens as the queries expect them: codes of the latent, and the rotated shared key.
+// Reads tokens as the queries expect them.
 struct Reader {
   const Rows& rows;
   const Rotations* rotations;
   int64_t rank;
+  bool with_keys;               // values are read from keys too
   const Field* keys;            // first field of the shared key
   std::vector<uint8_t> bytes;   // of a row, with room for a vector
-  std::vector<float> key;       // before its rotation, with room for vectors
+  std::vector<float> own_key;   // before its rotation, with room for vectors
 
-  Reader(const Rows& rows, const Rotations* rotations, int64_t rank)
-      : rows(rows), rotations(rotations), rank(rank), keys(rows.fields.data()), bytes(rows.row_bytes + WIDTH),
-        key(rows.channels - rank + 2 * WIDTH) {
+  Reader(const Rows& rows, const Rotations* rotations, int64_t rank, bool with_keys)
+      : rows(rows), rotations(rotations), rank(rank), with_keys(with_keys), keys(rows.fields.data()),
+        bytes(rows.row_bytes + WIDTH), own_key(rows.channels - rank + 2 * WIDTH) {
     for (int64_t channel = 0; channel < rank; keys++) channel += keys->count;
   }
 
   void read(int64_t batch_row, int64_t position, float* token) {
     const int64_t width = rows.channels - rank;
+    float *latent = token + width, *key = with_keys ? latent + rank : own_key.data();
     if (const float* exact = rows.full_precision(batch_row, position)) {
-      for (int64_t c = 0; c < rank; c++) token[c] = (exact[c] - rows.mean[c]) / rows.step[c];
-      std::copy(exact + rank, exact + rows.channels, key.data());
+      for (int64_t c = 0; c < rank; c++) latent[c] = (exact[c] - rows.mean[c]) / rows.step[c];
+      std::copy(exact + rank, exact + rows.channels, key);
     } else {
       std::memcpy(bytes.data(), rows.row(batch_row, position), rows.row_bytes);
-      unpack(rows.fields.data(), keys, bytes.data(), token);
-      unpack(keys, rows.fields.data() + rows.fields.size(), bytes.data(), key.data());
+      unpack(rows.fields.data(), keys, bytes.data(), latent);
+      unpack(keys, rows.fields.data() + rows.fields.size(), bytes.data(), key);
       const float *mean = rows.mean + rank, *step = rows.step + rank;
       for (int64_t c = 0; c < width; c++) key[c] = mean[c] + step[c] * key[c];
     }
-    if (rotations) rotate(*rotations, key.data(), position, token + rank);
+    if (rotations) rotate(*rotations, key, position, token);
   }
 };
 
@@ -91,7 +99,8 @@ std::tuple<at::Tensor, at::Tensor> mla_decode_packed(
   const int64_t batch = query.size(0), tokens = query.size(1), heads = query.size(2), used = tokens * heads;
   const int64_t lanes = padded(used);
   const Rows rows(packed, fields, step, mean, exact, exact_starts, pages);
-  const int64_t stride = padded(rows.channels) + WIDTH;
+  const int64_t width = rows.channels - rank, values = query.size(3) - width;
+  const int64_t stride = padded(width) + padded(values) + 2 * WIDTH;
   const std::optional<Rotations> rotations = within ? std::make_optional<Rotations>(*within, *begins) : std::nullopt;
   std::vector<int64_t> token_of(lanes, -1);
   for (int64_t lane = 0; lane < used; lane++) token_of[lane] = lane / heads;
@@ -99,22 +108,23 @@ std::tuple<at::Tensor, at::Tensor> mla_decode_packed(
   const at::Tensor wide = floats(query);
   std::vector<Queries> queries;
   for (int64_t row = 0; row < batch; row++)
-    queries.emplace_back(rows, rank, used, lanes, wide.const_data_ptr<float>() + row * used * rows.channels, scale);
+    queries.emplace_back(
+        rows, rank, values, used, lanes, wide.const_data_ptr<float>() + row * used * query.size(3), scale);
 
-  const std::vector<Part> parts = over_tokens(visible, rank, [&](int64_t row, int64_t start, int64_t end, Part& part) {
+  const std::vector<Part> parts = over_tokens(visible, values, [&](int64_t row, int64_t start, int64_t end, Part& part) {
     Queries own = queries[row];
-    Reader reader(rows, rotations ? &*rotations : nullptr, rank);
+    Reader reader(rows, rotations ? &*rotations : nullptr, rank, values > rank);
     std::vector<float> tile(TILE * stride), scores(TILE * lanes);
     for (int64_t begin = -1, stop; start < end; start = stop) {
       stop = std::min(end, (start / TILE + 1) * TILE);
       const int64_t count = stop - start;
       if (rotations && start / STEP != begin) {
         begin = start / STEP;
-        float *real = &own.scaled[rank * lanes], *imaginary = real + rotations->pairs * lanes;
+        float *real = own.scaled.data(), *imaginary = real + rotations->pairs * lanes;
         rotations->turn_back(begin, lanes, own.pairs.data(), own.pairs.data() + lanes, 2 * lanes, real, imaginary);
       }
       for (int64_t n = 0; n < count; n++) reader.read(row, start + n, &tile[n * stride]);
-      multiply(count, rows.channels, tile.data(), stride, own.scaled.data(), lanes, scores.data(), lanes);
+      multiply(count, own.depth, tile.data(), stride, own.scaled.data(), lanes, scores.data(), lanes);
       for (int64_t n = 0; n < count; n++) {
         float* score = &scores[n * lanes];
         const uint8_t* gains = rows.row(row, start + n) + rows.row_bytes;
@@ -126,11 +136,11 @@ std::tuple<at::Tensor, at::Tensor> mla_decode_packed(
         visible.hide(row, start + n, score);
       }
       part.weigh(count, scores.data());
-      part.add(count, tile.data(), stride, scores.data(), 0, used);
+      part.add(count, tile.data() + width, stride, scores.data(), 0, used);
     }
   });
 
-  const at::Tensor out = at::empty({batch, tokens, heads, rank}, at::kFloat);
+  const at::Tensor out = at::empty({batch, tokens, heads, values}, at::kFloat);
   const at::Tensor lse = at::empty({batch, tokens, heads}, at::kFloat);
   float *to = out.mutable_data_ptr<float>(), *logarithm = lse.mutable_data_ptr<float>();
   for (int64_t row = 0; row < batch; row++)
@@ -139,6 +149,7 @@ std::tuple<at::Tensor, at::Tensor> mla_decode_packed(
       const bool sees = part.total[lane] > 0;
       const float factor = sees ? 1.0f / part.total[lane] : 0.0f, *sums = &part.sums[lane * part.width];
       for (int64_t c = 0; c < rank; c++) *to++ = sees ? rows.mean[c] + rows.step[c] * sums[c] * factor : 0.0f;
+      for (int64_t c = rank; c < values; c++) *to++ = sums[c] * factor;
       const float constant = rows.gains ? 0.0f : queries[row].constant[lane];
       *logarithm++ = sees ? std::log(part.total[lane]) + part.highest[lane] + constant : LOWEST;
     }

@@ -27,7 +27,7 @@ from surgery.kernels.lowrank_decode.kernel import turned
 from surgery.kernels.lowrank_decode.reference import STEP
 from surgery.kernels.mla_decode import kernel as dense
 from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
-from surgery.kernels.mla_decode.row_slots import row_bytes, slot_table
+from surgery.kernels.mla_decode.row_slots import channels_of, row_bytes, slot_table
 
 CHUNK, BLOCK_TOKENS = 32, 32
 """Slots and tokens that a program unpacks per iteration."""
@@ -35,21 +35,21 @@ CHUNK, BLOCK_TOKENS = 32, 32
 
 @launches_of(packed_latent_attention)
 def launches(args: SimpleNamespace, *, out: Tensor, lse: Tensor, config: Config | None = None) -> list[Launch]:
-    """Return the launches that fill `out` [B, T, H, r] and `lse` [B, T, H] fp32, both contiguous.
+    """Return the launches that fill `out` [B, T, H, v] and `lse` [B, T, H] fp32, both contiguous.
 
     Args:
         args: arguments of `mla_decode_packed`; the last dimension of each is contiguous.
         config: configuration of `mla_decode`.
     """
-    query, rows, pages, rank = args.query, args.rows, args.pages, args.rank
-    batch, width = query.shape[0], query.shape[-1]
+    query, rows, pages = args.query, args.rows, args.pages
+    batch, rope_dim = query.shape[0], channels_of(args.fields) - args.rank
     gains = rows.shape[-1] - row_bytes(args.fields) // 2
     page = 0 if pages is None else rows.shape[1]
     text = rows if pages is None else pages
     # A plan serves all sequences whose capacity has the same bit length, so allocate for the longest.
     room = (1 << int(text.shape[1]).bit_length()) * max(page, 1)
-    latent = query.new_empty(batch, room, rank)
-    rope_key = query.new_empty(batch, room, width - rank)
+    latent = query.new_empty(batch, room, query.shape[-1] - rope_dim)
+    rope_key = query.new_empty(batch, room, rope_dim)
     key_gain = query.new_empty(batch, room, gains, dtype=torch.float32) if gains else None
     unpack = unpack_launch(vars(args), (triton.cdiv(room, BLOCK_TOKENS), batch), latent, rope_key, key_gain)
     unpack = replace(unpack, scratch=(latent, rope_key) if key_gain is None else (latent, rope_key, key_gain))
@@ -76,11 +76,13 @@ def unpack_launch(
     Args:
         args: arguments of `mla_decode_packed` by name.
         grid: programs that share the tokens of one row of the batch, and number of rows.
-        latent, rope_key, key_gain: output memory for the tokens of each row, or of each page.
+        latent, rope_key, key_gain: output memory for the tokens of each row, or of each page. A latent that is wider
+            than that of a row has the shared key before its rotation too.
         to_pages: unpack each token to its page instead of its row of the batch.
     """
     rows, pages, exact, begins = args["rows"], args["pages"], args["exact"], args["begins"]
-    rank, pairs, gains = latent.shape[-1], rope_key.shape[-1] // 2, 0 if key_gain is None else key_gain.shape[-1]
+    pairs, gains = rope_key.shape[-1] // 2, 0 if key_gain is None else key_gain.shape[-1]
+    rank = channels_of(args["fields"]) - 2 * pairs
     defaults = dict.fromkeys(("lengths", "starts", "exact_starts"))
     return Launch.of(
         unpack_rows_kernel,
@@ -99,6 +101,7 @@ def unpack_launch(
         **strides("row", pages=pages),
         RANK=rank,
         PAIRS=pairs,
+        WITH_KEYS=latent.shape[-1] > rank,
         GAINS=gains,
         GAIN_BLOCK=triton.next_power_of_2(max(gains, 1)),
         PLANES=triton.cdiv(rank // 2, CHUNK),
@@ -117,9 +120,9 @@ def unpack_rows_kernel(
     rows, step, mean, entries, within, begins, exact, latent, rope_key, key_gain, lengths, starts, exact_starts, pages,
     capacity, begin_rows, first_tokens, gain_lane, rows_row, rows_token, exact_row, exact_token,
     latent_row, latent_token, rope_key_row, rope_key_token, key_gain_row, key_gain_token, pages_row,
-    RANK: tl.constexpr, PAIRS: tl.constexpr, GAINS: tl.constexpr, GAIN_BLOCK: tl.constexpr, PLANES: tl.constexpr,
-    ROPE_PLANES: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, TO_PAGES: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    RANK: tl.constexpr, PAIRS: tl.constexpr, WITH_KEYS: tl.constexpr, GAINS: tl.constexpr, GAIN_BLOCK: tl.constexpr,
+    PLANES: tl.constexpr, ROPE_PLANES: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, TO_PAGES: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Unpack every nth block of BLOCK_TOKENS visible tokens of one row of the batch, for n programs per row."""
     batch = tl.program_id(1).to(tl.int64)
@@ -160,6 +163,9 @@ def unpack_rows_kernel(
                 near, far = with_first(
                     near, far, exact, batch, nth, is_first, RANK // 2 + pair, RANK // 2 + PAIRS, exact_row, exact_token
                 )
+            if WITH_KEYS:
+                to = latent + RANK + to_row * latent_row + to_token * latent_token
+                store_pairs(to[:, None], near, far, i, mask, 2 * PAIRS, BLOCK_TOKENS, CHUNK)
             near, far = turned(near, far, within, STEP, token % STEP, pair, pair < PAIRS, PAIRS)
             near, far = turned(near, far, begins, begin_rows, token // STEP, pair, pair < PAIRS, PAIRS)
             to = rope_key + to_row * rope_key_row + to_token * rope_key_token

@@ -12,7 +12,7 @@ from surgery.kernels.checks import check_counts, check_pages
 from surgery.kernels.lowrank_decode.reference import STEP
 from surgery.kernels.mla_decode.operator import unsupported
 from surgery.kernels.mla_decode.packed_reference import packed_latent_attention
-from surgery.kernels.mla_decode.row_slots import grouped, row_bytes
+from surgery.kernels.mla_decode.row_slots import channels_of, grouped, row_bytes
 from surgery.kernels.operation import Operation, attention_outputs
 
 
@@ -34,11 +34,14 @@ def mla_decode_packed(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the last T tokens of each row over packed rows shared by all heads.
 
+    The value of a token is its latent, of v = r elements. If queries are ρ elements wider than a row, it is the latent
+    and the shared key before its rotation, of v = r + ρ elements.
+
     A row has one bit field for each of its r + ρ channels, the latent's first, and after them the gains of a key norm.
     A channel of b bits with code c has the value `mean + step · (c - (2^b - 1) / 2)`.
 
     Args:
-        query: [B, T, H, r + ρ], the latent part first, the last ρ rotated; neighboring elements are rotated together.
+        query: [B, T, H, v + ρ], the last ρ rotated; neighboring elements are rotated together.
         rows: int16 [B, S, lanes], two bytes per lane; with `pages` [P, page, lanes]. Lanes after the last field are
             fp16 gains: factors on the logits of H / G heads each.
         step, mean: fp32 [r + ρ]. Both channels of a rotated pair have the step of the first.
@@ -54,7 +57,7 @@ def mla_decode_packed(
         pages: int32 [B, n], page table of each row.
 
     Returns:
-        out [B, T, H, r] in the query's dtype and lse [B, T, H] fp32, as in `mla_decode`.
+        out [B, T, H, v] in the query's dtype and lse [B, T, H] fp32, as in `mla_decode`.
 
     Raises:
         ValueError: inconsistent shapes, dtypes or fields.
@@ -70,8 +73,14 @@ def mla_decode_packed(
 def _check(call: SimpleNamespace) -> None:
     name, query, rows = "mla_decode_packed", call.query, call.rows
     if query.dim() != 4:
-        raise ValueError(f"{name}: query must be [B, T, H, r + ρ], not {list(query.shape)}")
-    check_rows(name, call, call.rank, query.shape[-1], len(query), query.dtype)
+        raise ValueError(f"{name}: query must be [B, T, H, v + ρ], not {list(query.shape)}")
+    channels = channels_of(call.fields)
+    check_rows(name, call, call.rank, channels, len(query), query.dtype)
+    if query.shape[-1] not in (channels, 2 * channels - call.rank):
+        raise ValueError(
+            f"{name}: query has {query.shape[-1]} elements, must be r + ρ = {channels}, "
+            f"or r + 2ρ = {2 * channels - call.rank} if values include keys"
+        )
     if call.pages is None and rows.shape[0] != query.shape[0]:
         raise ValueError(f"{name}: batch size is {query.shape[0]} for queries, {rows.shape[0]} for packed rows")
     gains = rows.shape[-1] - row_bytes(call.fields) // 2
@@ -85,7 +94,7 @@ def check_rows(name: str, call: SimpleNamespace, rank: int, width: int, batch: i
     """Check packed rows, tables and full-precision tokens against the number of channels, batch size and dtype."""
     if len(call.fields) % 4 or not call.fields:
         raise ValueError(f"{name}: fields must have 4 integers per field, not {len(call.fields)} in all")
-    channels, rows = sum(count for _, count, _, _ in grouped(call.fields)), call.rows
+    channels, rows = channels_of(call.fields), call.rows
     if width != channels or not 0 < rank <= width or (width - rank) % 2:
         raise ValueError(f"{name}: fields have {channels} channels, must be r + ρ = {width} with rank {rank}, even ρ")
     if rows.dim() != 3 or rows.dtype != torch.int16 or 2 * rows.shape[-1] < row_bytes(call.fields):
@@ -120,7 +129,7 @@ def _unsupported(call: SimpleNamespace) -> str | None:
 _mla_decode_packed = Operation(
     "mla_decode_packed",
     packed_latent_attention,
-    lambda call: attention_outputs(call.query, call.rank),
+    lambda call: attention_outputs(call.query, call.query.shape[-1] - (channels_of(call.fields) - call.rank)),
     _unsupported,
     _check,
     growth=({"rows": 1}, {"begins": 1}),

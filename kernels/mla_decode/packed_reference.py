@@ -30,7 +30,7 @@ def packed_latent_attention(
     """Compute `mla_decode_packed` in fp32, or in float64 for float64 queries; arguments as in `packed_operator.py`.
 
     Returns:
-        out [B, T, H, r] in the query's dtype, and lse [B, T, H], fp32 or float64.
+        out [B, T, H, v] in the query's dtype, and lse [B, T, H], fp32 or float64.
     """
     if pages is not None:
         rows = paged_tokens(rows, pages)
@@ -38,10 +38,13 @@ def packed_latent_attention(
         step, mean = step.double(), mean.double()
     batch, capacity = rows.shape[:2]
     values, gain = values_of(rows, step, mean, fields, rank, within, begins, exact, exact_starts)
+    latent, rope_key = values[..., :rank], values[..., rank:]
+    if query.shape[-1] > values.shape[-1]:
+        latent = values_of(rows, step, mean, fields, rank, None, None, exact, exact_starts)[0]
     ends = all_rows(capacity, batch, query.device) if lengths is None else lengths.clamp(max=capacity)
     positions = torch.arange(capacity, device=query.device)
     mask = visible(positions < ends[:, None], ends, starts, query.shape[1])
-    return shared_attention(query, values[..., :rank], values[..., rank:], scale, mask, gain)
+    return shared_attention(query, latent, rope_key, scale, mask, gain)
 
 
 def values_of(

@@ -20,6 +20,11 @@ def grouped(fields: Sequence[int]) -> list[tuple[int, int, int, int]]:
     return list(zip(*(fields[column::4] for column in range(4)), strict=True))
 
 
+def channels_of(fields: Sequence[int]) -> int:
+    """Return the number of channels of rows with these fields."""
+    return sum(fields[1::4])
+
+
 def row_bytes(fields: Sequence[int]) -> int:
     """Return the bytes of a row that hold fields; gains follow."""
     return max(first + count for first, count, _, _ in grouped(fields))

@@ -10,6 +10,7 @@ from torch import Tensor
 from surgery.kernels.checks import check_counts, check_pages
 from surgery.kernels.mla_decode.operator import unsupported
 from surgery.kernels.mla_decode.packed_operator import check_rows, within_lanes
+from surgery.kernels.mla_decode.row_slots import channels_of
 from surgery.kernels.operation import Operation
 from surgery.kernels.unpack_rows.reference import unpack_to_pages
 
@@ -36,7 +37,8 @@ def unpack_rows(
     Args:
         rows: int16 [P, page, lanes], as in `mla_decode_packed`.
         step, mean, fields, rotation: as in `mla_decode_packed`.
-        latent: output [P, page, r]; its last dimension is contiguous.
+        latent: output [P, page, r], or [P, page, r + ρ] with keys before their rotation; its last dimension is
+            contiguous.
         rope_key: output [P, page, ρ] of rotated keys, in the same dtype; its last dimension is contiguous.
         lengths: int32 [B], tokens of each sequence.
         pages: int32 [B, n], page table of each sequence.
@@ -59,7 +61,11 @@ def _check(call: SimpleNamespace) -> None:
             raise ValueError(f"{name}: {what} must be {expected}, not {memory.dtype} {list(memory.shape)}")
         if memory.shape[-1] > 1 and memory.stride(-1) != 1:
             raise ValueError(f"{name}: the last dimension of {what} is not contiguous")
-    check_rows(name, call, latent.shape[-1], latent.shape[-1] + rope_key.shape[-1], len(call.pages), latent.dtype)
+    channels = channels_of(call.fields)
+    rank = channels - rope_key.shape[-1]
+    check_rows(name, call, rank, channels, len(call.pages), latent.dtype)
+    if latent.shape[-1] not in (rank, channels):
+        raise ValueError(f"{name}: latent has {latent.shape[-1]} elements, must be r = {rank} or r + ρ = {channels}")
     check_pages(name, len(call.pages), call.pages)
     check_counts(name, len(call.pages), lengths=call.lengths)
 

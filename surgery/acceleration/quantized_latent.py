@@ -36,7 +36,7 @@ def quantized_latent_kernel(
     mask: Tensor | None,
     layer: TokenCacheLayer,
 ) -> Tensor | None:
-    """Compute attention-weighted latents [B, T, H, r] of the heads; return None, with nothing cached, if unsupported.
+    """Compute attention-weighted sums [B, T, H, value_width] of the heads; None, with nothing cached, if unsupported.
 
     Args:
         query: rotated, [B, H, T, r + ρ].
@@ -49,11 +49,14 @@ def quantized_latent_kernel(
     if not is_step(module, query, queries, "mla_decode_packed"):
         return None
     step, mean, fields = module.quantizer.step, module.quantizer.mean, fields_of(module)
-    new = pack_rows(values[:, 0], step, mean, fields)[:, None]
+    new = pack_rows(module.quantizer.corrected(values[:, 0]), step, mean, fields)[:, None]
     if module.key_norm_eps is not None:
         new = with_gains(new, module._key_irms(hidden_states))
     rows, first = layer.update(new, values)
     lengths, starts = row_bounds(mask, len(query), queries, rows.shape[2], query.device)
+    if module.entry.predicts_values:
+        content, rope = query.split((module.kv_lora_rank, module.rope_dim), dim=-1)
+        query = torch.cat((content, torch.zeros_like(rope), rope), dim=-1)
     out, _ = mla_decode_packed(
         query.transpose(1, 2),
         rows[:, 0].view(torch.int16),

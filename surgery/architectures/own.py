@@ -46,6 +46,10 @@ class OwnMLA:
             prefixes.append("k_proj.")  # computes the key norm's inverse RMS exactly
         return [name for name in names if name.rpartition("self_attn.")[2].startswith(tuple(prefixes))]
 
+    def value_width(self, layer: int) -> int:
+        """Return the number of channels from which a layer reads values."""
+        return self.spec.ranks[layer]
+
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         """Return the dtypes and shapes of a layer's new tensors by name."""
         spec, rank = self.spec, self.spec.ranks[layer]
@@ -53,7 +57,7 @@ class OwnMLA:
         shapes = {
             "kv_down.weight": (width, spec.hidden),
             "query_up": (spec.heads, spec.head_dim, width),
-            "value_up": (spec.heads, spec.value_dim, rank),
+            "value_up": (spec.heads, spec.value_dim, self.value_width(layer)),
             "o_proj.weight": (spec.hidden, spec.heads * spec.value_dim),
         }
         if spec.latent_bias:
@@ -68,7 +72,7 @@ class OwnMLA:
         result = {
             "kv_down.weight": converted.down[order],
             "query_up": converted.source.stored(converted.query_up[..., order]) * factor,
-            "value_up": converted.value_up,
+            "value_up": converted.value_up[..., order[: converted.value_up.shape[-1]]],
             "o_proj.weight": converted.o.flatten(1),
         }
         if spec.latent_bias:

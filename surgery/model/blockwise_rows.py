@@ -7,6 +7,7 @@ softmax of FlashAttention (arXiv:2205.14135). All in fp32.
 Columns of the buffer are bit fields: the first fields of all bytes of a section, then the second ones, and so on. One
 shift and one mask then unpack many runs at once. Steps and means of latents are folded into queries and outputs. Shared
 keys are dequantized and rotated by their position within the block; queries are rotated back by the block's position.
+If values are read from the shared keys too, the buffer also has the keys before their rotation.
 
 Shapes: B batch, T new tokens, S tokens in the cache, n tokens of a block, r rank, ρ width of the shared key.
 
@@ -85,8 +86,14 @@ class _Section:
 class BlockwiseRows:
     """Blockwise attention over the packed rows of one layer."""
 
-    def __init__(self, latent_runs: Runs, rope_runs: Runs, inv_freq: Tensor) -> None:
-        """Prepare tables; `inv_freq` [ρ/2] has the inverse frequencies of the shared key's pairs of channels."""
+    def __init__(self, latent_runs: Runs, rope_runs: Runs, inv_freq: Tensor, predicts_values: bool = False) -> None:
+        """Prepare tables.
+
+        Args:
+            latent_runs, rope_runs, predicts_values: as in `QuantizedLatentEntry`.
+            inv_freq: inverse frequencies [ρ/2] of the shared key's pairs of channels.
+        """
+        self._predicts_values = predicts_values
         self._rank = TokenFormat(latent_runs).channels
         self._latent = _Section(latent_runs, 0)
         self._rope = _Section(rope_runs, TokenFormat(latent_runs).row_bytes)
@@ -116,7 +123,7 @@ class BlockwiseRows:
             gains: factors of the scores [B, H, 1, S].
 
         Returns:
-            Weighted sums of latents [B, H, T, r] fp32.
+            Weighted sums of latents [B, H, T, r] fp32, or of latents and unrotated keys [B, H, T, r + ρ].
         """
         rank, latent, length, tokens = self._rank, self._latent, rows.shape[1], query.shape[2]
         step, offset = quantizer.step, quantizer.mean - 0.5 * quantizer.highest * quantizer.step
@@ -125,36 +132,50 @@ class BlockwiseRows:
         content = latent.columns(query[..., :rank] * step[:rank])
         # Contribution of the latents' offsets to every score; it cancels in the softmax unless keys have gains.
         constant = (query[..., :rank] * offset[:rank]).sum(-1, keepdim=True)
-        turning = torch.view_as_complex(self._rope.columns(query[..., rank:]).unflatten(-1, (self._rope.width // 2, 2)))
+        turning = _complex(self._rope.columns(query[..., rank:]))
         units = (first.float()[..., :rank] - offset[:rank]) / step[:rank]
-        exact = torch.cat((latent.columns(units), self._rope.columns(first.float()[..., rank:])), dim=-1)
-        index = (starts[:, None] + torch.arange(first.shape[1]))[..., None].expand_as(exact)
+        first_latents, first_keys = latent.columns(units), self._rope.columns(first.float()[..., rank:])
+        index = (starts[:, None] + torch.arange(first.shape[1]))[..., None]
         positions = torch.arange(length - tokens, length)
 
+        # Columns of the buffer: rotated keys, latents, and keys before their rotation if values are read from them.
+        rope, read = self._rope.width, self._rope.width + latent.width
+        width = read + rope if self._predicts_values else read
         sums = _RunningSoftmax()
         size = -(-length // -(-length // BLOCK))
         for start in range(0, length, size):
             block = rows[:, start : start + size]
-            values, codes = _memory(*block.shape, latent.width + self._rope.width)
-            keys = values[..., latent.width :]
-            latent.unpack(block, values, codes)
+            memory, codes = _memory(*block.shape, width)
+            turned, latents = memory[..., :rope], memory[..., rope:read]
+            keys = memory[..., read:] if self._predicts_values else turned
+            latent.unpack(block, latents, codes)
             self._rope.unpack(block, keys, codes)
             torch.addcmul(rope_offset, keys, rope_step, out=keys)
             if not start:
-                values.scatter_(1, index, exact)
-            torch.view_as_complex(keys.unflatten(-1, (self._rope.width // 2, 2))).mul_(self._turns[: block.shape[1]])
-            turned = torch.view_as_real(turning * self._rotations(torch.arange(-start, 1 - start))).flatten(-2)
-            scores = (torch.cat((content, turned), dim=-1).flatten(1, 2) @ values.mT).unflatten(1, query.shape[1:3])
+                latents.scatter_(1, index.expand_as(first_latents), first_latents)
+                keys.scatter_(1, index.expand_as(first_keys), first_keys)
+            torch.mul(_complex(keys), self._turns[: block.shape[1]], out=_complex(turned))
+            turned_query = torch.view_as_real(turning * self._rotations(torch.arange(-start, 1 - start))).flatten(-2)
+            scores = torch.cat((turned_query, content), dim=-1).flatten(1, 2) @ memory[..., :read].mT
+            scores = scores.unflatten(1, query.shape[1:3])
             if gains is not None:
                 scores = (scores + constant) * gains[..., start : start + size]
-            sums.add(_masked(scores, mask, positions, start), values[..., : latent.width])
+            sums.add(_masked(scores, mask, positions, start), memory[..., rope:])
         out = sums.result()
-        return latent.channel_sums(out, rank) * step[:rank] + offset[:rank]
+        latents = latent.channel_sums(out[..., : latent.width], rank) * step[:rank] + offset[:rank]
+        if not self._predicts_values:
+            return latents
+        return torch.cat((latents, self._rope.channel_sums(out[..., latent.width :], query.shape[-1] - rank)), dim=-1)
 
     def _rotations(self, positions: Tensor) -> Tensor:
         """Compute e^{jθ n} [n, ρ/2] of positions [n], in fp64, as complex64."""
         angles = positions[:, None].double() * self._inv_freq
         return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)
+
+
+def _complex(pairs: Tensor) -> Tensor:
+    """View neighboring elements [..., ρ] as complex values [..., ρ/2]."""
+    return torch.view_as_complex(pairs.unflatten(-1, (pairs.shape[-1] // 2, 2)))
 
 
 class _RunningSoftmax:

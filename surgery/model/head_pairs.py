@@ -31,17 +31,18 @@ class HeadPairs(NamedTuple):
     heads: int
 
     @classmethod
-    def of(cls, query_up: Tensor, value_up: Tensor, groups: int, turns: list) -> HeadPairs | None:
-        """Detect the pairs in query_up [H, d, r + ρ] and value_up [H, v, r]; None if keys cannot be rotated per head.
+    def of(cls, query_up: Tensor, value_up: Tensor, rank: int, groups: int, turns: list) -> HeadPairs | None:
+        """Detect the pairs in query_up [H, d, r + ρ] and value_up [H, v, ·]; None if keys cannot be rotated per head.
 
         Reads the weights on the host.
 
         Args:
+            rank: r.
             groups: KV heads of the source. Query heads of a group share weights unless training has changed them.
             turns: frequency and position axis of each of the ρ/2 component pairs; equal ones rotate alike.
         """
         factors = torch.view_as_complex(
-            query_up[..., value_up.shape[-1] :].detach().cpu().float().unflatten(-1, (-1, 2)).contiguous()
+            query_up[..., rank:].detach().cpu().float().unflatten(-1, (-1, 2)).contiguous()
         )  # [H, d, ρ/2]
         links = (factors != 0).any(dim=0)
         real, imaginary, pairs = [], [], []

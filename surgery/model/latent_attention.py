@@ -110,7 +110,7 @@ class LatentAttention(Accelerated, nn.Module):
         latent_width = self.kv_lora_rank + self.rope_dim
         self.kv_down = nn.Linear(config.hidden_size, latent_width, bias=bias)
         self.query_up = nn.Parameter(torch.empty(self.num_heads, self.head_dim, latent_width))
-        self.value_up = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.kv_lora_rank))
+        self.value_up = nn.Parameter(torch.empty(self.num_heads, self.head_dim, entry.value_width))
         self.rotary = LatentRotaryEmbedding(entry.rope_inv_freq)
 
     def initialize_weights(self) -> None:

@@ -36,6 +36,11 @@ class LatentEntry(LayerEntry):
     ranks = property(lambda self: (self.kv_lora_rank,))
     rope_dim = property(lambda self: 2 * len(self.rope_inv_freq))
 
+    @property
+    def value_width(self) -> int:
+        """Number of cached channels from which values are read."""
+        return self.kv_lora_rank
+
     def problem(self, config: Any, index: int, entries: Sequence[LayerEntry]) -> str | None:
         """Validate the rank and the codes."""
         # A cache layer with an empty key tensor reports length 0, so a rank of 0 would decode garbage.

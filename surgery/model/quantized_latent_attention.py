@@ -39,6 +39,9 @@ class QuantizedLatentAttention(LatentAttention):
     and scores and outputs as in `LatentAttention`. Positions are indices in the cache: RoPE depends on distances alone.
     With multi-axis RoPE, `axis_positions` holds the positions of all tokens. Training reads quantized values too, with
     straight-through gradients.
+
+    If the entry `predicts_values`, outputs read the shared key before its rotation too: they sum Q(c_n) instead of
+    latent_n, and `value_up` is [H, d, r + ρ]. The latent then holds only what the quantized key does not tell.
     """
 
     @classmethod
@@ -49,7 +52,7 @@ class QuantizedLatentAttention(LatentAttention):
     def __init__(self, stock: nn.Module, entry: QuantizedLatentEntry):
         super().__init__(stock, entry)
         self.entry = entry
-        self.quantizer = TokenQuantizer(entry.format)
+        self.quantizer = TokenQuantizer(entry.format, entry.kv_lora_rank if entry.predicts_values else 0)
         self.blocks: BlockwiseRows | None = None  # created by the first blockwise step
         self.expansion: tuple[tuple, HeadPairs | None] | None = None  # version of the weights, and their pairs
 
@@ -109,7 +112,10 @@ class QuantizedLatentAttention(LatentAttention):
             query = self._rotated(query, positions[..., past_length:])
             latent, k_rope = read.split((self.kv_lora_rank, self.rope_dim), dim=-1)
             positional = torch.cat((rotate_pairs(k_rope, *self.rotary(positions)), *gains), dim=-1)
-            out, weights = attend(self, query, *self._latent_key_value(latent, positional), attention_mask, **kwargs)
+            key, value = self._latent_key_value(latent, positional)
+            if self.entry.predicts_values:
+                value = read.expand(-1, key.shape[1], -1, -1)
+            out, weights = attend(self, query, key, value, attention_mask, **kwargs)
         out = gated(torch.einsum("bthr,hvr->bthv", out, self.value_up), gate)
         return self.o_proj(out.reshape(batch, num_tokens, -1)), weights
 
@@ -152,7 +158,7 @@ class QuantizedLatentAttention(LatentAttention):
         version = weight.data_ptr(), weight._version, self.value_up.data_ptr(), self.value_up._version
         if self.expansion is None or self.expansion[0] != version:
             turns = list(zip(self.rotary.frequencies, self.rotary.axes or repeat(0), strict=False))
-            heads = HeadPairs.of(weight, self.value_up, self.num_kv_heads, turns)
+            heads = HeadPairs.of(weight, self.value_up, self.kv_lora_rank, self.num_kv_heads, turns)
             self.expansion = version, heads
         return self.expansion[1]
 
@@ -167,9 +173,10 @@ class QuantizedLatentAttention(LatentAttention):
     def _attend_in_blocks(
         self, query: torch.Tensor, rows: torch.Tensor, layer: TokenCacheLayer, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute outputs [B, H, T, r] fp32 of rotated queries [B, H, T, r + ρ] with `BlockwiseRows`."""
+        """Compute outputs [B, H, T, value_width] fp32 of rotated queries [B, H, T, r + ρ] with `BlockwiseRows`."""
         if self.blocks is None:
-            self.blocks = BlockwiseRows(self.entry.latent_runs, self.entry.rope_runs, self.rotary.inv_freq)
+            runs = self.entry.latent_runs, self.entry.rope_runs
+            self.blocks = BlockwiseRows(*runs, self.rotary.inv_freq, self.entry.predicts_values)
         gains = None
         if self.key_norm_eps is not None:
             gains = gains_in(rows, self.quantizer.format.row_bytes)[:, 0].mT.float()  # [B, G, S]

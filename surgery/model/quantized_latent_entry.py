@@ -19,6 +19,7 @@ class QuantizedLatentEntry(LatentEntry):
     Attributes:
         latent_runs, rope_runs: bytes of the latent and of the shared key after it in a token's row, see `TokenFormat`.
         first_tokens: tokens at the start of a text that stay in full precision.
+        predicts_values: values are read from latent and shared key, and the latent holds what the key does not tell.
     """
 
     kind = "quantized_latent"
@@ -30,6 +31,11 @@ class QuantizedLatentEntry(LatentEntry):
     latent_runs: Runs
     rope_runs: Runs
     first_tokens: int
+    predicts_values: bool | None = None
+
+    @property
+    def value_width(self) -> int:
+        return super().value_width + (self.rope_dim if self.predicts_values else 0)
 
     @property
     def format(self) -> TokenFormat:

@@ -4,6 +4,9 @@ A channel of b bits holds `mean + step * (code - (2^b - 1) / 2)` with codes 0 �
 with a calibrated range. A row depends on its token alone, so the same values give the same bytes in any batch, chunk or
 order. The arithmetic is in fp32, whatever the model's dtype.
 
+The first channels may make up for the rounding of the others: if a reader adds `P · others` to them, they are stored as
+`first + correction · (others - decoded others)`, so that it reads what `P · others` would have given without rounding.
+
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
@@ -28,12 +31,17 @@ class TokenQuantizer(nn.Module):
 
     Attributes:
         step, mean: [channels] fp32, from the checkpoint; they stay fp32 when the model is cast.
+        correction: [correcting, channels - correcting] fp32, likewise; only if some channels correct others.
     """
 
-    def __init__(self, token_format: TokenFormat) -> None:
+    def __init__(self, token_format: TokenFormat, correcting: int = 0) -> None:
+        """Create a quantizer whose first `correcting` channels make up for the rounding of the others."""
         super().__init__()
-        self.format = token_format
+        self.format, self.correcting = token_format, correcting
         channels = token_format.channels
+        if correcting:
+            correction = torch.zeros(correcting, channels - correcting, dtype=torch.float32)
+            self.register_buffer("correction", correction)
         self.register_buffer("step", torch.ones(channels, dtype=torch.float32))
         self.register_buffer("mean", torch.zeros(channels, dtype=torch.float32))
         for name, table in self._tables().items():
@@ -56,8 +64,8 @@ class TokenQuantizer(nn.Module):
         }
 
     def _apply(self, fn, recurse=True):
-        # `model.to(bfloat16)` would round steps and means, so only the device changes.
-        values = {name: getattr(self, name) for name in ("step", "mean")}
+        # `model.to(bfloat16)` would round the stored values, so only the device changes.
+        values = {name: getattr(self, name) for name in ("step", "mean", "correction") if hasattr(self, name)}
         super()._apply(fn, recurse)
         for name, value in values.items():
             moved = getattr(self, name)
@@ -71,6 +79,8 @@ class TokenQuantizer(nn.Module):
         """Initialize buffers that no checkpoint has loaded."""
         init.ones_(self.step)
         init.zeros_(self.mean)
+        if self.correcting:
+            init.zeros_(self.correction)
         for name, table in self._tables(self.highest.device).items():
             init.copy_(getattr(self, name), table)
 
@@ -78,7 +88,7 @@ class TokenQuantizer(nn.Module):
         """Check steps and means, once, before their first use.
 
         Raises:
-            ValueError: a step that is not positive and finite, or a mean that is not finite.
+            ValueError: a step that is not positive and finite, or another value that is not finite.
         """
         if self._is_checked or self.step.is_meta:
             return
@@ -89,11 +99,13 @@ class TokenQuantizer(nn.Module):
                 f"channel {channel} has step {float(self.step[channel])} and mean {float(self.mean[channel])}: steps "
                 "must be positive and finite, means finite; the checkpoint is damaged"
             )
+        if self.correcting and not bool(self.correction.isfinite().all()):
+            raise ValueError("the correction of a quantizer is not finite; the checkpoint is damaged")
         self._is_checked = True
 
     def encode(self, values: Tensor) -> Tensor:
         """Quantize and pack values [..., channels] of any dtype → rows [..., row_bytes] uint8."""
-        return self.pack(self._levels(values).to(torch.uint8))
+        return self.pack(self._levels(self.corrected(values)).to(torch.uint8))
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Unpack and dequantize rows [..., row_bytes] → values [..., channels] in `dtype`."""
@@ -109,11 +121,24 @@ class TokenQuantizer(nn.Module):
 
     def read(self, values: Tensor) -> Tensor:
         """Quantize and dequantize values [..., channels]."""
-        return self._dequantize(self._levels(values)).to(values.dtype)
+        return self.rounded(self.corrected(values)).to(values.dtype)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Round values [..., channels], which are corrected already, to those that a row can hold, fp32."""
+        return self._dequantize(self._levels(values))
+
+    def corrected(self, values: Tensor) -> Tensor:
+        """Make the first channels of values [..., channels] up for the rounding of the others; fp32 if they do."""
+        if not self.correcting:
+            return values
+        first, others = values.float().tensor_split([self.correcting], dim=-1)
+        part = slice(self.correcting, None)
+        rounding = others - self._dequantize(self._levels(others, part), part)
+        return torch.cat((first + nn.functional.linear(rounding, self.correction), others), dim=-1)
 
     def clipped(self, values: Tensor) -> Tensor:
         """Return the bool mask of values [..., channels] outside the range of their channel."""
-        return (values.float() - self.mean).abs() > 0.5 * (self.highest + 1) * self.step
+        return (self.corrected(values).float() - self.mean).abs() > 0.5 * (self.highest + 1) * self.step
 
     def unclipped(self, values: Tensor) -> Tensor:
         """Return values [..., channels] with zero gradient where they are clipped.
@@ -138,13 +163,14 @@ class TokenQuantizer(nn.Module):
         ]
         return torch.cat(codes, dim=-1)
 
-    def _dequantize(self, codes: Tensor) -> Tensor:
-        offset = self.mean - 0.5 * self.highest * self.step
-        return torch.addcmul(offset, codes.to(torch.float32), self.step)
+    def _dequantize(self, codes: Tensor, part: slice = slice(None)) -> Tensor:
+        step, mean, highest = self.step[part], self.mean[part], self.highest[part]
+        return torch.addcmul(mean - 0.5 * highest * step, codes.to(torch.float32), step)
 
-    def _levels(self, values: Tensor) -> Tensor:
-        levels = (values.float() - self.mean) / self.step + 0.5 * self.highest
-        return torch.minimum(levels.round().clamp_min(0), self.highest)
+    def _levels(self, values: Tensor, part: slice = slice(None)) -> Tensor:
+        step, mean, highest = self.step[part], self.mean[part], self.highest[part]
+        levels = (values.float() - mean) / step + 0.5 * highest
+        return torch.minimum(levels.round().clamp_min(0), highest)
 
 
 def with_gradient(read: Tensor, new: Tensor) -> Tensor:

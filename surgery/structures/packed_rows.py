@@ -117,12 +117,14 @@ class RowWriter(Protocol):
 class PackedRows(Structure[Source, Settings]):
     """Abstract base class of conversions to a cache of packed rows.
 
-    ``exact_stages`` of the report precede the quantized one; a row has at least ``least_granules`` granules.
+    ``exact_stages`` of the report precede the quantized one; a row has at least ``least_granules`` granules. Energies
+    that depend on the rows are computed in several ``passes``, each with the rows of the last one.
     """
 
     supports_multimodal = True
     exact_stages: ClassVar[tuple[str, ...]] = ()
     least_granules: int = 1
+    passes: int = 1
     usual_ratio: ClassVar[float] = 0.25
     reason: ClassVar[str] = "a cache of packed rows is of the custom model class"
 
@@ -242,9 +244,13 @@ class PackedRows(Structure[Source, Settings]):
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         """Allocate bits to the channels of all layers; without held-out text by predicted losses alone."""
         self._factors = dict.fromkeys(self.layers, 1.0)
-        plans = self._likely()
-        spectra = self._spectra(work, plans)
-        plans = self._allocate(spectra)
+        plans, spectra = self._likely(), {}
+        with work.progress.phase("allocate bits", self.passes * len(self.layers)) as advance:
+            for _ in range(self.passes):
+                for layer in self.layers:
+                    spectra[layer] = self.spectra(work, layer, plans[layer])
+                    advance()
+                plans = self._allocate(spectra)
         rounds = ROUNDS if work.texts.held_out.texts else 0
         with work.progress.phase("measure loss by layer", rounds * self.opened.layers) as advance:
             for number in range(rounds):
@@ -261,14 +267,6 @@ class PackedRows(Structure[Source, Settings]):
         """Return the specs of all tensors of a result with these rows."""
         writer = self.writer(plans)
         return replanned_tensors(self.opened, writer.copied, writer.plan, self.kept)
-
-    def _spectra(self, work: ConversionContext, plans: Plans) -> dict[int, Spectra]:
-        spectra = {}
-        with work.progress.phase("allocate bits", len(self.layers)) as advance:
-            for layer in self.layers:
-                spectra[layer] = self.spectra(work, layer, plans[layer])
-                advance()
-        return spectra
 
     def _measured(self, work: ConversionContext, plans: Plans, advance: Callable[[], None]) -> dict[int, float]:
         """Measure the KL divergence of models with a single converted layer, by layer."""

@@ -7,6 +7,7 @@ An attention layer in latent form caches one latent ``c`` [r] and one shared rot
     logit_h(m,n) = scale * (query_h[:r] . c_n + rot(query_h[r:], m) . rot(k_rope, n)) * key_gain
     output       = Σ_h o_h value_up[h] Σ_n p_h(m,n) c_n
 
+Quantized MLA may read values from the shared key before its rotation too: ``value_up`` has r + ρ columns then.
 Merging the heads of a GQA layer into this form is exact (ρ = G d, r = G e); every step after it changes the basis or
 drops columns. Rotary pairs of the latent form are half-split: (i, i + ρ/2) has the frequency ``inv_freq[i]``.
 """
@@ -40,14 +41,14 @@ class LatentLayer:
     down: Tensor  # [r + ρ, D]
     down_bias: Tensor | None  # [r + ρ]
     query_up: Tensor  # [H, d, r + ρ]
-    value_up: Tensor  # [H, e, r]
+    value_up: Tensor  # [H, e, r], or [H, e, r + ρ] of a layer that rotates all keys
     inv_freq: Tensor  # [ρ/2], float64
     o: Tensor  # [D, H, e]
     rotates_all: bool = False
 
     @property
     def rank(self) -> int:
-        return self.value_up.shape[-1]
+        return len(self.down) - self.rope_dim
 
     @property
     def rope_dim(self) -> int:
@@ -112,7 +113,7 @@ class LatentLayer:
         cached = cached if read is None else read(cached)
         query_up, value_up = (each[:: source.heads // source.kv_heads] for each in (self.query_up, self.value_up))
         keys = torch.einsum("btc,gdc->btgd", cached, query_up)
-        values = torch.einsum("btr,ger->btge", cached[..., : self.rank], value_up)
+        values = torch.einsum("btr,ger->btge", cached[..., : value_up.shape[-1]], value_up)
         return attend(source, Projection(source.project_queries(x), keys, values, source.project_key_gain(x)))
 
     def _keys_and_values(self, latent: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,16 @@ all components keep RoPE. The values get a latent in the same metric, with one d
 other direction drops no mean. Both are packed into a row
 (:mod:`surgery.transforms.row_allocation`), with means and steps of every channel fitted to calibration text. Keys and
 values need no rebuilding when they are read, and no approximation depends on the distance of tokens.
+
+The keys of a token tell much about its values, and they are cached in any case. With ``predicts_values`` the latent
+holds only what the quantized keys k̂ do not tell (predictive coding in a closed loop, as in
+:mod:`surgery.transforms.quantized_low_rank`):
+
+    latent   c = down (v - P k̂), cached as Q(c)
+    read     v̂ = P k̂ + up Q(c)
+
+k̂ is before RoPE, and P the weighted regression of v on k̂. So outputs sum latents and unrotated keys. The projection
+computes down (v - P k); :meth:`surgery.model.token_quantizer.TokenQuantizer.corrected` adds down P (k - k̂).
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms import mla
 from surgery.transforms.algebra import damp, eigh_descending, psd_powers, reduced_rank_projection, solver_of
 from surgery.transforms.key_basis import KeyBasis
-from surgery.transforms.latent_layer import LatentLayer
+from surgery.transforms.latent_layer import LatentLayer, interleaving
 from surgery.transforms.partial_rope import latent_form, truncate
 from surgery.transforms.row_allocation import Section, unit_order
 from surgery.transforms.row_quantizer import centered, fit_indices, fitted_quantizer, take_or_zero
@@ -84,13 +94,18 @@ class ValueLatents:
         """Compute the directions from statistics of all tokens but the first, which need not be centered."""
         values, mean = slice(anatomy.kv_heads * anatomy.head_dim, None), statistics.weighted_mean
         moment = centered(statistics).gradient_weighted_moment[values, values]
-        metric = damp(statistics.metric[values, values])
-        if mean is None or not mean[values].any():
+        return cls.of_moment(moment, statistics.metric[values, values], None if mean is None else mean[values])
+
+    @classmethod
+    def of_moment(cls, moment: Tensor, metric: Tensor, mean: Tensor | None) -> ValueLatents:
+        """Compute the directions of values with a centered moment [n, n] and a mean [n], in a metric of the loss."""
+        metric = damp(metric)
+        if mean is None or not mean.any():
             return cls(*reduced_rank_projection(moment, metric, len(moment)), None)
         solver = solver_of(moment)
         root, inverse = psd_powers(metric.to(solver), (0.5, -0.5))
         moment = root @ moment.to(solver) @ root
-        direction = (root @ mean[values].to(solver))[:, None]
+        direction = (root @ mean.to(solver))[:, None]
         direction = direction / direction.norm()
         complement = torch.eye(len(root), dtype=root.dtype, device=solver) - direction @ direction.mT
         # The direction itself gets a negative eigenvalue, and comes last.
@@ -119,6 +134,61 @@ def spectra(anatomy: AttentionAnatomy, statistics: LayerStatistics, basis: KeyBa
     return LayerSpectra(components, ValueLatents.of(anatomy, statistics).energy)
 
 
+@dataclass(frozen=True)
+class ValuePrediction:
+    """Prediction of a layer's values from its quantized keys, in the order of a row, half-split.
+
+    Attributes:
+        regression: P [n, ρ], float64; a ridge regression with λ = unknowns / tokens, relative to each key's variance.
+        latents: directions of v - P k̂.
+    """
+
+    regression: Tensor
+    latents: ValueLatents
+
+    @classmethod
+    def of(
+        cls,
+        anatomy: AttentionAnatomy,
+        statistics: LayerStatistics,
+        basis: KeyBasis,
+        order: Tensor,
+        runs: Runs,
+        inputs: Tensor,
+        first: int,
+    ) -> ValuePrediction:
+        """Regress the values of calibration tokens on keys in these runs; arguments as in :func:`convert_layer`."""
+        whole = latent_form(anatomy, basis, order)
+        layer = _in_order(whole, list(range(whole.rank)), unit_order(runs, 2)).to(inputs.device, torch.float32)
+        body, rank, weight = inputs[:, first:], layer.rank, statistics.token_weight
+        weight = torch.ones(body.shape[:2].numel()) if weight is None else weight
+
+        def values_and_keys(hidden: Tensor) -> Tensor:
+            return nn.functional.linear(hidden.float(), layer.down, layer.down_bias)[..., layer.neighboring()]
+
+        indices = fit_indices(len(weight))
+        fitted = values_and_keys(body.flatten(0, 1)[indices])
+        quantizer = fitted_quantizer(runs, fitted[:, rank:], weight[indices], 0)[0].to(fitted.device)
+        shift = fitted.mean(0)  # near the means, so that moments in fp32 lose nothing
+        mean = torch.zeros(len(shift), dtype=torch.float64)
+        moment = torch.outer(mean, mean)
+        for hidden, part in zip(body, (weight / weight.sum()).to(shift).view(len(body), -1), strict=True):
+            read = values_and_keys(hidden)
+            read = torch.cat([read[:, :rank], quantizer.read(read[:, rank:])], dim=-1) - shift
+            mean += (part @ read).cpu()
+            moment += (read.mT @ (part[:, None] * read)).cpu()
+        moment -= torch.outer(mean, mean)
+        mean += shift.cpu()
+        values, cross, gram = moment[:rank, :rank], moment[:rank, rank:], moment[rank:, rank:]
+        ridge = gram.diagonal() * len(gram) / len(weight)
+        regression = torch.linalg.solve(gram + torch.where(ridge > 0, ridge, 1.0).diag(), cross.mT).mT
+        residual = values - regression @ cross.mT
+        offset = anatomy.kv_heads * anatomy.head_dim
+        metric = statistics.metric[offset:, offset:]
+        latents = ValueLatents.of_moment(residual, metric, mean[:rank] - regression @ mean[rank:])
+        return cls(regression[:, interleaving(layer.rope_dim).argsort()], latents)
+
+
 def convert_layer(
     anatomy: AttentionAnatomy,
     statistics: LayerStatistics,
@@ -127,6 +197,7 @@ def convert_layer(
     runs: tuple[Runs, Runs],
     inputs: Tensor,
     first: int,
+    prediction: ValuePrediction | None = None,
 ) -> QuantizedLatents:
     """Convert one layer to MLA with a packed row.
 
@@ -138,18 +209,38 @@ def convert_layer(
         runs: runs of the latent and of the shared key.
         inputs: attention inputs of the calibration tokens [N, T, D].
         first: number of first tokens that the cache keeps in full precision.
+        prediction: prediction of values from keys in these runs, or None.
     """
     latent_order, rope_order = (unit_order(each, unit) for each, unit in zip(runs, (1, 2), strict=True))
-    latents = ValueLatents.of(anatomy, statistics)
+    latents = ValueLatents.of(anatomy, statistics) if prediction is None else prediction.latents
     full = truncate(latent_form(anatomy, basis, order), latents.down, latents.up)
-    layer = _in_order(full, latents.held(latent_order), rope_order)
+    latent_order = latents.held(latent_order)
+    layer, correction = _in_order(full, latent_order, rope_order), None
+    if prediction is not None:
+        predicted = take_or_zero(latents.down, torch.tensor(latent_order), 0) @ prediction.regression
+        layer = _with_prediction(layer, predicted.to(layer.down), prediction.regression.to(layer.down))
+        correction = predicted[:, interleaving(layer.rope_dim)]
     body = inputs[:, first:].flatten(0, 1)
     indices = fit_indices(len(body))
     down = layer.to(body.device, torch.float32)
     values = nn.functional.linear(body[indices].float(), down.down, down.down_bias)[:, layer.neighboring()]
     weight = None if statistics.token_weight is None else statistics.token_weight[indices]
-    fitted = fitted_quantizer((*runs[0], *runs[1]), values, weight, layer.rank)
+    fitted = fitted_quantizer((*runs[0], *runs[1]), values, weight, layer.rank, correction)
     return QuantizedLatents(layer, *fitted)
+
+
+def _with_prediction(layer: LatentLayer, predicted: Tensor, regression: Tensor) -> LatentLayer:
+    """Take what keys predict, ``predicted`` [r, ρ] of latents and ``regression`` [n, ρ] of values, from the latents."""
+    rank, source, bias = layer.rank, layer.source, layer.down_bias
+    of_heads = regression.unflatten(0, (source.kv_heads, -1)).repeat_interleave(source.heads // source.kv_heads, 0)
+    if bias is not None:
+        bias = torch.cat([bias[:rank] - predicted @ bias[rank:], bias[rank:]])
+    return replace(
+        layer,
+        down=torch.cat([layer.down[:rank] - predicted @ layer.down[rank:], layer.down[rank:]]),
+        down_bias=bias,
+        value_up=torch.cat([layer.value_up, of_heads], dim=-1),
+    )
 
 
 def row_frequencies(inv_freq: Tensor, frequency: Tensor, runs: Runs) -> Tensor:

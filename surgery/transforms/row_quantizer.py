@@ -39,18 +39,27 @@ def fit_indices(tokens: int) -> Tensor:
 
 
 def fitted_quantizer(
-    runs: Runs, values: Tensor, weight: Tensor | None, unpaired: int | None = None
+    runs: Runs,
+    values: Tensor,
+    weight: Tensor | None,
+    unpaired: int | None = None,
+    correction: Tensor | None = None,
 ) -> tuple[TokenQuantizer, float]:
     """Fit a quantizer to values [T, channels] of weighted tokens; return it and the share of values that it clips.
 
     Args:
         weight: weights [T] of the tokens; None for equal weights.
         unpaired: number of channels before the first rotary pair, whose two channels share a step; None: no pairs.
+        correction: correction of the first channels by the others [first, others], or None.
     """
-    quantizer = TokenQuantizer(TokenFormat(runs))
+    quantizer, values = TokenQuantizer(TokenFormat(runs), 0 if correction is None else len(correction)), values.cpu()
     weight = torch.ones(len(values)) if weight is None else weight
-    fit_steps(quantizer, values.cpu(), weight, values.shape[-1] if unpaired is None else unpaired)
-    return quantizer, float(quantizer.clipped(values.cpu()).double().mean())
+    unpaired = values.shape[-1] if unpaired is None else unpaired
+    fit_steps(quantizer, values, weight, unpaired)
+    if correction is not None:
+        quantizer.correction = correction.to("cpu", torch.float32)
+        fit_steps(quantizer, values, weight, unpaired)  # the corrected channels, given the steps of the others
+    return quantizer, float(quantizer.clipped(values).double().mean())
 
 
 def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: int) -> None:
@@ -58,6 +67,7 @@ def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: i
 
     From channel ``rank`` on, neighboring channels are the real and imaginary part of a component and share a step.
     """
+    values = quantizer.corrected(values)
     share = (weight.double() / weight.double().sum()).float()[:, None]
     mean = (values * share).sum(0)
     deviation = ((values - mean).square() * share).sum(0)
@@ -68,7 +78,7 @@ def fit_steps(quantizer: TokenQuantizer, values: Tensor, weight: Tensor, rank: i
     for factor in STEP_FACTORS:
         step = (9 * factor * deviation / (quantizer.highest + 1)).clamp_min(1e-30)
         quantizer.step = torch.where(deviation > 0, step, 1.0)
-        error = ((quantizer.read(values) - values).square() * share).sum(0)
+        error = ((quantizer.rounded(values) - values).square() * share).sum(0)
         error[rank:] = error[rank:].view(-1, 2).sum(-1).repeat_interleave(2)
         steps = torch.where(error < best, quantizer.step, steps)
         best = torch.minimum(error, best)

@@ -124,7 +124,7 @@ def test_every_kind(kind, calls):
     assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
 
 
-@pytest.mark.parametrize("name", ["rows_latent_key_norm", pytest.param("rows_latent", marks=SLOW)])
+@pytest.mark.parametrize("name", ["rows_latent_key_norm", "rows_latent_predicted"])
 def test_rows_in_bits(name, calls):
     """Tokens that kernels pack are those that the model packs: the caches' bytes agree."""
     model, twin = WRITTEN[name](), WRITTEN[name]()
@@ -135,7 +135,8 @@ def test_rows_in_bits(name, calls):
     assert torch.equal(*(cache.layers[0].keys for cache in caches))
 
 
-ON_A_CPU = {"rows_latent_key_norm": "mla_decode_packed", "rows_shared": "lowrank_decode_packed"}
+ON_A_CPU = dict.fromkeys(("rows_latent_key_norm", "rows_latent_predicted"), "mla_decode_packed")
+ON_A_CPU |= {"rows_shared": "lowrank_decode_packed"}
 
 
 @pytest.mark.parametrize("name", ON_A_CPU)

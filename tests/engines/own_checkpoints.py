@@ -121,7 +121,9 @@ HYBRIDS = {
 }
 
 
-# With rows of different bytes by layer, without first tokens, with gains of a key norm, and of earlier layers.
+PREDICTED = {"predicts_values": True}
+# With rows of different bytes by layer, without first tokens, with gains of a key norm, of earlier layers, and with
+# values that keys predict.
 IN_BITS = {
     "llama_rows": (lambda: LlamaConfig(**SHAPE), ROWS),
     "mistral_rows": (lambda: MistralConfig(**SHAPE, sliding_window=None), [{**ROWS[1], "first_tokens": 0}] * 2),
@@ -129,6 +131,14 @@ IN_BITS = {
     "qwen3_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**entry, "key_norm_eps": 1e-6} for entry in ROWS]),
     "llama_head_rows": (lambda: LlamaConfig(**SHAPE), HEAD_ROWS[:1] * 2),
     "qwen3_head_rows": (lambda: Qwen3Config(**SHAPE, head_dim=16), [{**HEAD_ROWS[1], "key_norm_eps": 1e-6}] * 2),
+    "mistral_predicted_rows": (
+        lambda: MistralConfig(**SHAPE, sliding_window=None),
+        [{**ROWS[0], **PREDICTED}, ROWS[1]],
+    ),
+    "qwen3_predicted_head_rows": (
+        lambda: Qwen3Config(**SHAPE, head_dim=16),
+        [{**HEAD_ROWS[1], "key_norm_eps": 1e-6, **PREDICTED}] * 2,
+    ),
     "llama_low_rank_rows": (lambda: LlamaConfig(**SHAPE), CASCADE[::3]),
     "llama_heads_apart_rows": (lambda: LlamaConfig(**SHAPE), [HEADS_APART] * 2),
     "llama_cascade_rows": (lambda: LlamaConfig(**SHAPE | {"num_hidden_layers": 4}), CASCADE),
@@ -201,6 +211,8 @@ def make(name: str, folder: Path) -> Path:
             if isinstance(module, TokenQuantizer):
                 module.step.uniform_(4, 6).div_(module.highest + 1)
                 module.mean.normal_(0, 0.1)
+                if module.correcting:
+                    module.correction.normal_(0, 0.3)
             if isinstance(module, QuantizedLatentAttention) and "head_rows" in name:
                 rotate_as_heads(module)
         for module in model.modules():

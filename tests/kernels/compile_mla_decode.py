@@ -61,16 +61,20 @@ PACKED = {
 """Runs of the latent and of the shared key."""
 
 
-def unpacked(name: str) -> Launch:
-    """Return the launch that unpacks rows for `mla_decode_packed` of one new token, on meta tensors."""
+def unpacked(name: str, with_keys: bool = False) -> Launch:
+    """Return the launch that unpacks rows for `mla_decode_packed` of one new token, on meta tensors.
+
+    With `with_keys`, values include the keys before their rotation.
+    """
     batch, capacity, heads, dtype = 4, 131_071, 32, torch.bfloat16
     latent_runs, rope_runs = PACKED[name]
     latent, whole = TokenFormat(tuple(latent_runs)), TokenFormat((*latent_runs, *rope_runs))
     fields, rank, width = tuple(chain.from_iterable(whole.fields())), latent.channels, whole.channels
+    values = width if with_keys else rank
     with torch.device("meta"):
         counts = torch.empty(batch, dtype=torch.int32)
         return packed_kernel.launches(
-            torch.empty(batch, 1, heads, width, dtype=dtype),
+            torch.empty(batch, 1, heads, values + width - rank, dtype=dtype),
             torch.empty(batch, capacity, whole.row_bytes // 2, dtype=torch.int16),
             torch.empty(width),
             torch.empty(width),
@@ -82,14 +86,15 @@ def unpacked(name: str) -> Launch:
             counts,
             counts,
             counts,
-            out=torch.empty(batch, 1, heads, rank, dtype=dtype),
+            out=torch.empty(batch, 1, heads, values, dtype=dtype),
             lse=torch.empty(batch, 1, heads),
         )[0]
 
 
 def packed_cases() -> dict[str, Launch]:
-    """Return the launches that unpack rows of one pattern and of five."""
-    return {name: unpacked(name) for name in PACKED}
+    """Return the launches that unpack rows of one pattern and of five, and of one with keys as values."""
+    results = {name: unpacked(name) for name in PACKED}
+    return results | {f"{name}, keys as values": unpacked(name, with_keys=True) for name in list(PACKED)[:1]}
 
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -130,23 +135,25 @@ def block_cases(sm: int) -> dict[str, Launch]:
     return results
 
 
-def unpacked_in_blocks(page: int, gains: int) -> Launch:
+def unpacked_in_blocks(page: int, gains: int, with_keys: bool = False) -> Launch:
     """Return the launch that unpacks rows of one of 32 layers to memory at the ends of vLLM's blocks."""
     batch, layers = 256, 32
     latent_runs, rope_runs = PACKED["512+128 in 320 B"]
     rank, whole = TokenFormat(tuple(latent_runs)).channels, TokenFormat((*latent_runs, *rope_runs))
     width, row = whole.channels, whole.row_bytes // 2 + gains
+    values = width if with_keys else rank
+    size = values + width - rank
     with torch.device("meta"):
-        block = page * (layers * row + width)
+        block = page * (layers * row + size)
         rows = torch.empty(4096, page, row, dtype=torch.int16).as_strided((4096, page, row), (block, row, 1))
-        memory = torch.empty(4096, page, width, dtype=torch.bfloat16)
-        memory = memory.as_strided((4096, page, width), (block, width, 1))
+        memory = torch.empty(4096, page, size, dtype=torch.bfloat16)
+        memory = memory.as_strided((4096, page, size), (block, size, 1))
         return unpack_kernel.launches(
             rows,
             torch.empty(width),
             torch.empty(width),
-            memory[..., :rank],
-            memory[..., rank:],
+            memory[..., :values],
+            memory[..., values:],
             tuple(chain.from_iterable(whole.fields())),
             torch.empty(batch, dtype=torch.int32),
             torch.empty(batch, 131_072 // page, dtype=torch.int32),
@@ -158,7 +165,8 @@ def unpacked_in_blocks(page: int, gains: int) -> Launch:
 def unpacked_block_cases() -> dict[str, Launch]:
     """Return the launches that unpack rows in vLLM's blocks of every size, and with gains."""
     results = {f"blocks of {page}": unpacked_in_blocks(page, 0) for page in BLOCK_SIZES}
-    return results | {"blocks of 64, 8 gains": unpacked_in_blocks(64, 8)}
+    results["blocks of 64, 8 gains"] = unpacked_in_blocks(64, 8)
+    return results | {"blocks of 64, keys as values": unpacked_in_blocks(64, 0, with_keys=True)}
 
 
 def first_launches() -> dict[str, Launch]:

@@ -44,7 +44,9 @@ def flat(runs):
     return tuple(chain.from_iterable(TokenFormat(sum(runs, ())).fields())), TokenFormat(runs[0]).channels
 
 
-def inputs(runs, batch=2, tokens=1, heads=4, total=60, gains=0, first=3, dtype=torch.float32, device="cpu"):
+def inputs(
+    runs, batch=2, tokens=1, heads=4, total=60, gains=0, first=3, with_keys=False, dtype=torch.float32, device="cpu"
+):
     """Arguments of the operator: rows of normal values, and first tokens far from all others."""
     fields, rank = flat(runs)
     quantizer = TokenQuantizer(TokenFormat(sum(runs, ())))
@@ -60,7 +62,7 @@ def inputs(runs, batch=2, tokens=1, heads=4, total=60, gains=0, first=3, dtype=t
     if gains:
         gain = 0.5 + torch.rand(batch, total, gains, generator=generator)
         rows = torch.cat([rows, gain.half().view(torch.uint8)], dim=-1)
-    query = torch.randn(batch, tokens, heads, width, generator=generator)
+    query = torch.randn(batch, tokens, heads, 2 * width - rank if with_keys else width, generator=generator)
     exact = torch.randn(batch, first, width, generator=generator) * 20 if first else None
     return {
         "query": query.to(device, dtype),
@@ -92,7 +94,8 @@ def wide(arguments):
 def run(arguments, splits=1, chunk=16, block_tokens=16):
     """The kernel, in memory of NaN."""
     arguments = apart(arguments)
-    out, lse = (memory.fill_(torch.nan) for memory in attention_outputs(arguments["query"], arguments["rank"]))
+    width = arguments["query"].shape[-1] + arguments["rank"] - len(arguments["step"])
+    out, lse = (memory.fill_(torch.nan) for memory in attention_outputs(arguments["query"], width))
     config = Config(16, block_tokens, chunk, splits)
     for launch in kernel.launches(**arguments, out=out, lse=lse, config=config):
         launch.run()
@@ -139,6 +142,8 @@ def test_no_compiler_is_a_reason(tmp_path, monkeypatch):
     [
         (torch.float16, EVERY, {"tokens": 2, "heads": 5, "total": 40}, {"splits": 2}),
         (torch.float32, TWO_TILES, {"gains": 2, "total": 140}, {"block_tokens": 64}),
+        (torch.float32, EVERY, {"with_keys": True, "gains": 2, "tokens": 2, "total": 140}, {"splits": 2}),
+        (torch.float16, SHORT, {"with_keys": True, "total": 20}, {}),
         (torch.float16, SHORT, {"first": 0, "total": 20}, {}),
         pytest.param(torch.bfloat16, TWO_TILES, {"heads": 9}, {"splits": 2}, marks=pytest.mark.gpu),
     ],
@@ -153,6 +158,15 @@ def test_patterns(dtype, runs, changes, cut, device):
     check(arguments | rows, **cut)
 
 
+def test_queries_of_rotated_keys_alone(device):
+    """Latents and unrotated keys, which change no score then, are values only."""
+    arguments = inputs(TWO_TILES, with_keys=True, device=device)
+    width = len(arguments["step"])
+    arguments["query"][..., :width] = 0
+    out, _ = check(arguments)
+    assert out.shape[-1] == width and out.abs().amax(dim=(0, 1, 2)).min() > 0
+
+
 def test_rows_in_pages(device):
     arguments = inputs(SHORT, total=48, gains=2, device=device)
     dense = check(arguments | {"lengths": ints(48, 18, device=device)}, splits=2)
@@ -163,10 +177,10 @@ def test_rows_in_pages(device):
     assert all(map(torch.equal, run(arguments, splits=2), dense))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_are_unpacked_to_their_pages(dtype, device):
+@pytest.mark.parametrize(("dtype", "with_keys"), [(torch.float32, True), (torch.float16, False)])
+def test_rows_are_unpacked_to_their_pages(dtype, with_keys, device):
     """Blocks of bytes as vLLM shares them among layers: rows, and memory that `mla_decode` reads by the same table."""
-    arguments = inputs(EVERY, total=48, gains=2, dtype=dtype, device=device)
+    arguments = inputs(EVERY, total=48, gains=2, with_keys=with_keys, dtype=dtype, device=device)
     query, rows, rank = arguments["query"], arguments["rows"], arguments["rank"]
     lengths, pages = ints(48, 18, 0, device=device), ints([3, 0, 5], [1, 4, -1], [-1, 10**6, 0], device=device)
     query, exact = (torch.cat((each, each[:1])) for each in (query, arguments["exact"]))
@@ -175,7 +189,8 @@ def test_rows_are_unpacked_to_their_pages(dtype, device):
     packed = blocks[:, : 16 * row_bytes].view(torch.int16).unflatten(1, (16, -1))
     packed[pages[:2].flatten()[:5].long()] = rows.view(6, 16, -1)[:5]
     memory = blocks[:, 16 * row_bytes :].view(dtype).unflatten(1, (16, width))
-    latent, rope_key = memory[..., :rank], memory[..., rank:]
+    rope_dim = len(arguments["step"]) - rank
+    latent, rope_key = memory.split((width - rope_dim, rope_dim), dim=-1)
     names = ("step", "mean", "fields", "rotation")
     settings = {"exact": exact, "lengths": lengths, "pages": pages} | {name: arguments[name] for name in names}
     with only_kernels():

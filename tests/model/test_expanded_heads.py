@@ -99,7 +99,7 @@ def test_pairs_are_found_in_either_order(orientation):
                 query_up[:, channel, 2 + 2 * component : 4 + 2 * component] = torch.view_as_real(turned)
     query_up[:, 4, :2] = 1
     value_up = torch.randn(2, 5, 2, dtype=torch.float64)
-    heads = HeadPairs.of(query_up, value_up, 1, [7, 7, 7, 9, 9])
+    heads = HeadPairs.of(query_up, value_up, 2, 1, [7, 7, 7, 9, 9])
     assert heads.channels.tolist() == ([0, 2, 1, 3, 4] if orientation == 1 else [2, 0, 3, 1, 4])
     assert heads.pairs.tolist() == [0, 3]
-    assert HeadPairs.of(query_up, value_up, 1, [7, 7, 8, 9, 9]) is None
+    assert HeadPairs.of(query_up, value_up, 2, 1, [7, 7, 8, 9, 9]) is None

@@ -29,7 +29,7 @@ MODELS_OF = {
     "cross_layer": ("cross_layer_static",),
     "quantized": ("quantized_plain", "quantized_latent"),
     "mixed": ("mixed", "streaming_latent", "quantized_hybrid"),
-    "quantized_latent": ("rows_latent", "rows_latent_key_norm"),
+    "quantized_latent": ("rows_latent", "rows_latent_key_norm", "rows_latent_predicted"),
     "quantized_low_rank": ("rows_shared", "rows_heads"),
     "pictures": (IMAGES,),
 }

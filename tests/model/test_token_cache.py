@@ -6,7 +6,7 @@ from own_models import tokens
 from written_models import WRITTEN
 
 
-@pytest.fixture(scope="module", params=["rows_latent", "rows_latent_key_norm", "rows_heads", "rows_shared"])
+@pytest.fixture(scope="module", params=["rows_latent_predicted", "rows_latent_key_norm", "rows_heads", "rows_shared"])
 def model(request):
     return WRITTEN[request.param]()
 

@@ -48,6 +48,8 @@ def perturbed(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, TokenQuantizer):
             module.step.fill_(0.2)
             module.mean.copy_(0.1 * torch.randn(module.mean.shape, generator=generator))
+            if module.correcting:
+                module.correction.copy_(0.3 * torch.randn(module.correction.shape, generator=generator))
     return model.eval()
 
 
@@ -118,6 +120,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "quantized_mla": lambda: mla([None] * LAYERS, kv_cache=FP8),
     "rows_latent": partial(from_entries, ROWS_ENTRY),
+    "rows_latent_predicted": partial(from_entries, {**ROWS_ENTRY, "predicts_values": True}),
     "rows_latent_key_norm": partial(from_entries, {**ROWS_ENTRY, "key_norm_eps": 1e-6}, family="qwen3"),
     "rows_heads": partial(from_entries, HEAD_ROWS),
     "rows_shared": partial(from_entries, *CASCADE_ROWS, family="qwen3"),

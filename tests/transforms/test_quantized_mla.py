@@ -10,6 +10,7 @@ from surgery.families.attention import CapturedAttention
 from surgery.model.token_format import TokenFormat
 from surgery.transforms import quantized_mla
 from surgery.transforms.latent_layer import SimulatedAttention
+from surgery.transforms.quantized_mla import ValuePrediction
 from surgery.transforms.row_quantizer import reader
 
 RUNS = (("8", 6), ("4+4", 2)), (("4+4", 2), ("8", 8))
@@ -24,11 +25,14 @@ def layer(request, weighted_statistics):
     return anatomy, inputs, weighted_statistics(rows.flatten(0, 1))
 
 
-def converted(layer, runs):
+def converted(layer, runs, predicts=False):
     anatomy, inputs, statistics = layer
     basis = quantized_mla.key_basis(anatomy, statistics)
     order = quantized_mla.spectra(anatomy, statistics, basis).order
-    return quantized_mla.convert_layer(anatomy, statistics, basis, order, runs, inputs, first=2)
+    prediction = None
+    if predicts:
+        prediction = ValuePrediction.of(anatomy, statistics, basis, order, runs[1], inputs, first=2)
+    return quantized_mla.convert_layer(anatomy, statistics, basis, order, runs, inputs, 2, prediction)
 
 
 def output_error(layer, result) -> float:
@@ -39,11 +43,44 @@ def output_error(layer, result) -> float:
     return float((results - source).norm() / source.norm())
 
 
-def test_eight_bits_lose_hardly_anything(layer):
-    eight = converted(layer, ((("8", 12),), (("8", 12),)))
+@pytest.mark.parametrize("predicts", [False, True])
+def test_eight_bits_lose_hardly_anything(layer, predicts):
+    eight = converted(layer, ((("8", 12),), (("8", 12),)), predicts)
     assert output_error(layer, eight) < 0.02
-    four = converted(layer, ((("4+4", 6),), (("4+4", 6),)))
+    four = converted(layer, ((("4+4", 6),), (("4+4", 6),)), predicts)
     assert output_error(layer, eight) < output_error(layer, four) < 0.3
+
+
+def test_keys_predict_values(layer):
+    """Values that keys determine, up to a part of full rank, are read from keys of few bits, and need few themselves."""
+    anatomy, inputs, statistics = layer
+    keys, generator = 12, torch.Generator().manual_seed(1)
+    mix = torch.randn(12, keys, generator=generator, dtype=torch.float64)
+    anatomy = replace(
+        anatomy, v=((mix @ anatomy.k.flatten(0, 1)) + 0.1 * anatomy.v.flatten(0, 1)).unflatten(0, (2, -1))
+    )
+    rows = torch.cat([part.flatten(2) for part in (anatomy.project(inputs).k, anatomy.project(inputs).v)], -1)[:, 2:]
+    rows, weight = rows.flatten(0, 1), statistics.token_weight.double()
+    weight = weight / weight.sum()
+    moment, mean = rows.mT @ (weight[:, None] * rows), weight @ rows
+    layer = anatomy, inputs, replace(statistics, weighted_moment=moment, weighted_mean=mean)
+    runs = (("2+2+2+2", 3),), (("4+4", 6),)
+    plain, predicted = converted(layer, runs), converted(layer, runs, predicts=True)
+    assert output_error(layer, predicted) < 0.6 * output_error(layer, plain)
+    assert predicted.layer.value_up.shape[-1] == 24 and predicted.quantizer.correction.shape == (12, 12)
+
+
+def test_latents_make_up_for_the_rounding_of_keys(layer):
+    """What is read of values depends on the rounding of the latents alone, up to the fp32 of a quantizer."""
+    result = converted(layer, ((("8", 12),), (("3+3+2", 4),)), predicts=True)
+    values = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)) * 0.1 + result.quantizer.mean
+    read = result.quantizer.read(values)
+    up = result.layer.value_up[:, :, result.layer.neighboring()].flatten(0, 1).float()
+    exact, got = values @ up.mT, read @ up.mT
+    rounding = 0.5 * result.quantizer.step[:12] @ up[:, :12].abs().mT
+    inside = ~result.quantizer.clipped(values)[:, :12].any(-1)
+    assert inside.sum() > 10 and ((got - exact).abs() <= rounding * 1.01 + 1e-5)[inside].all()
+    assert (read[:, 12:] - values[:, 12:]).abs().max() > 0.01
 
 
 def test_channels_that_a_row_has_room_for_and_a_layer_has_not_are_zero(layer):
@@ -107,3 +144,11 @@ def test_without_a_mean_all_directions_are_principal(layer):
     latents = quantized_mla.ValueLatents.of(anatomy, zero)
     covariance = latents.down @ zero.weighted_moment[12:, 12:] @ latents.down.mT
     assert latents.mean is None and torch.allclose(covariance, latents.energy.diag(), atol=1e-9)
+
+
+def test_a_row_without_keys_predicts_nothing(layer):
+    """Budgets of a few bytes may leave none for keys."""
+    rows = (("8", 12),), ()
+    plain, predicted = (converted(layer, rows, predicts) for predicts in (False, True))
+    assert predicted.quantizer.correction.shape == (12, 0)
+    assert output_error(layer, predicted) == pytest.approx(output_error(layer, plain), rel=1e-3)

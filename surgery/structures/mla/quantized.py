@@ -30,8 +30,11 @@ from surgery.transforms import quantized_mla
 from surgery.transforms.key_basis import KeyBasis, identity_basis
 from surgery.transforms.latent_layer import SimulatedAttention
 from surgery.transforms.partial_rope import latent_form
-from surgery.transforms.quantized_mla import LayerSpectra, QuantizedLatents
+from surgery.transforms.quantized_mla import LayerSpectra, QuantizedLatents, ValuePrediction
 from surgery.transforms.row_quantizer import reader
+
+PREDICTED_BELOW = 0.2
+"""KV ratio below which keys predict values by default."""
 
 
 class QuantizedMLA(PackedRows[ConvertSettings]):
@@ -47,6 +50,10 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):
         refuse_longrope(opened)
         super().__init__(opened, settings, progress)
+        self.predicts_values = settings.predict_values
+        if self.predicts_values is None:
+            self.predicts_values = self.ratio() < PREDICTED_BELOW
+        self.passes = 2 if self.predicts_values else 1
         self._orders: dict[int, Tensor] = {}
 
     def other_bytes(self) -> int:
@@ -73,17 +80,30 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
             frequencies.append(quantized_mla.row_frequencies(inv_freq, order % len(inv_freq), rope))
             runs.append(plan)
         spec = mla_spec(opened, tuple(ranks), tuple(frequencies))
-        return OwnQuantizedMLA(spec, tuple(runs), self.first_tokens)
+        return OwnQuantizedMLA(spec, tuple(runs), self.first_tokens, self.predicts_values)
 
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> LayerSpectra:
         """Compute the energies of a latent of the values and of the key components."""
-        spectra = quantized_mla.spectra(*self._calibrated(work, layer))
+        calibrated = self._calibrated(work, layer)
+        spectra = quantized_mla.spectra(*calibrated)
         self._orders[layer] = spectra.order
-        return spectra
+        if not self.predicts_values:
+            return spectra
+        with self.opened.stream.layer(layer) as streamed:
+            prediction = self._prediction(work, layer, work.attention_inputs(layer, streamed), rows)
+        return replace(spectra, values=prediction.latents.energy)
 
     def converted(self, work: ConversionContext, index: int, layer: StreamedLayer, rows: Rows) -> QuantizedLatents:
-        inputs, first = work.attention_inputs(index, layer), self.first_tokens
-        return quantized_mla.convert_layer(*self._calibrated(work, index), self._orders[index], rows, inputs, first)
+        inputs, order = work.attention_inputs(index, layer), self._orders[index]
+        prediction = self._prediction(work, index, inputs, rows) if self.predicts_values else None
+        return quantized_mla.convert_layer(
+            *self._calibrated(work, index), order, rows, inputs, self.first_tokens, prediction
+        )
+
+    def _prediction(self, work: ConversionContext, index: int, inputs: Tensor, rows: Rows) -> ValuePrediction:
+        """Predict the values of a layer from its keys in these rows."""
+        calibrated, order = self._calibrated(work, index), self._orders[index]
+        return ValuePrediction.of(*calibrated, order, rows[1], inputs, self.first_tokens)
 
     def attended(self, index: int, result: QuantizedLatents) -> Attended:
         surrogate = self.simulated(result)
