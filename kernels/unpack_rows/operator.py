@@ -1,4 +1,4 @@
-"""Operator `surgery::unpack_rows`: unpack paged rows into a paged latent cache."""
+"""Operator `surgery::unpack_rows`: unpack packed rows into the caches that decode kernels read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from surgery.kernels.mla_decode.operator import unsupported
 from surgery.kernels.mla_decode.packed_operator import check_rows, within_lanes
 from surgery.kernels.mla_decode.row_slots import channels_of
 from surgery.kernels.operation import Operation
-from surgery.kernels.unpack_rows.reference import unpack_to_pages
+from surgery.kernels.unpack_rows.reference import unpack_to_memory
 
 
 def unpack_rows(
@@ -23,26 +23,30 @@ def unpack_rows(
     rope_key: Tensor,
     *,
     fields: Sequence[int],
-    lengths: Tensor,
-    pages: Tensor,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    pages: Tensor | None = None,
     rotation: tuple[Tensor, Tensor] | None = None,
     exact: Tensor | None = None,
+    exact_starts: Tensor | None = None,
 ) -> None:
-    """Unpack the rows of all tokens of a batch of sequences into the paged `latent` and `rope_key` of `mla_decode`.
+    """Unpack the rows of all tokens of a batch of sequences into the `latent` and `rope_key` of `mla_decode`.
 
     `mla_decode_packed` unpacks into scratch memory, sized as if all sequences had their maximum length. Here the caller
-    provides memory for as many tokens as there are pages, once for all layers. Sequences that share a page write the
-    same values to it. The gains of a key norm are not unpacked: stored as fp16, they are a view of the rows.
+    provides the memory: with pages for as many tokens as there are, once for all layers. Sequences that share a page
+    write the same values to it. The gains of a key norm are not unpacked: stored as fp16, they are a view of the rows.
 
     Args:
-        rows: int16 [P, page, lanes], as in `mla_decode_packed`.
+        rows: int16 [P, page, lanes], as in `mla_decode_packed`; without pages [B, S, lanes], as are the outputs.
         step, mean, fields, rotation: as in `mla_decode_packed`.
         latent: output [P, page, r], or [P, page, r + ρ] with keys before their rotation; its last dimension is
             contiguous.
-        rope_key: output [P, page, ρ] of rotated keys, in the same dtype; its last dimension is contiguous.
-        lengths: int32 [B], tokens of each sequence.
-        pages: int32 [B, n], page table of each sequence.
+        rope_key: output [P, page, ρ] of rotated keys, in the same dtype; its last dimension is contiguous. ρ is 0 in
+            low rank.
+        lengths, starts: int32 [B], tokens of each sequence and its first one; None for all and 0.
+        pages: int32 [B, n], page table of each sequence; requires `lengths`.
         exact: [B, E, r + ρ] in the dtype of the latent, not rotated: replaces the first tokens of each sequence.
+        exact_starts: int32 [B], position of exact[:, 0]; None for 0.
 
     Raises:
         ValueError: inconsistent shapes, dtypes or fields.
@@ -50,7 +54,9 @@ def unpack_rows(
     within, begins = (None, None) if rotation is None else rotation
     if exact is not None and not exact.shape[1]:
         exact = None
-    _unpack_rows(rows, step, mean, latent, rope_key, tuple(fields), lengths, pages, within, begins, exact)
+    _unpack_rows(
+        rows, step, mean, latent, rope_key, tuple(fields), lengths, starts, pages, within, begins, exact, exact_starts
+    )
 
 
 def _check(call: SimpleNamespace) -> None:
@@ -63,18 +69,26 @@ def _check(call: SimpleNamespace) -> None:
             raise ValueError(f"{name}: the last dimension of {what} is not contiguous")
     channels = channels_of(call.fields)
     rank = channels - rope_key.shape[-1]
-    check_rows(name, call, rank, channels, len(call.pages), latent.dtype)
+    batch = len(rows) if call.pages is None else len(call.pages)
+    check_rows(name, call, rank, channels, batch, latent.dtype)
     if latent.shape[-1] not in (rank, channels):
         raise ValueError(f"{name}: latent has {latent.shape[-1]} elements, must be r = {rank} or r + ρ = {channels}")
-    check_pages(name, len(call.pages), call.pages)
-    check_counts(name, len(call.pages), lengths=call.lengths)
+    check_pages(name, batch, call.pages)
+    check_counts(name, batch, lengths=call.lengths, starts=call.starts, exact_starts=call.exact_starts)
+
+
+def _unsupported(call: SimpleNamespace) -> str | None:
+    if call.pages is not None and call.lengths is None:
+        return "pages require lengths"
+    return within_lanes(call.fields) or unsupported(call)
 
 
 _unpack_rows = Operation(
     "unpack_rows",
-    unpack_to_pages,
+    unpack_to_memory,
     lambda call: None,
-    lambda call: within_lanes(call.fields) or unsupported(call),
+    _unsupported,
     _check,
     mutates=("latent", "rope_key"),
+    growth=({"rows": 1, "latent": 1, "rope_key": 1}, {"begins": 1}),
 )

@@ -18,7 +18,7 @@ from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
 from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
 from surgery.acceleration.quantized_low_rank import (
-    CPU_ALONE,
+    IN_CPP,
     quantized_low_rank_kernel,
     why_not_quantized_low_rank,
 )
@@ -116,7 +116,7 @@ def decelerate(model: PreTrainedModel) -> None:
 KERNELS: tuple[tuple[type[nn.Module], Callable, str, Callable[..., str | None]], ...] = (
     (QuantizedLatentAttention, quantized_latent_kernel, "mla_decode_packed", why_not_quantized_latent),
     (LatentAttention, latent_kernel, "mla_decode", why_not_latent),
-    (QuantizedLowRankAttention, quantized_low_rank_kernel, CPU_ALONE, why_not_quantized_low_rank),
+    (QuantizedLowRankAttention, quantized_low_rank_kernel, IN_CPP, why_not_quantized_low_rank),
     (LowRankAttention, low_rank_kernel, "lowrank_decode", why_not_low_rank),
 )
 """Attention classes, functions that run their kernel, its operation, and functions that return why a layer cannot use
@@ -165,8 +165,10 @@ def _accelerate_module(module: nn.Module, attentions: list[nn.Module]) -> str:
         module.expand_kv = _unexpanded
         return "mla_decode"
     for kind, kernel, operation, why_not in _kernels(module):
-        if operation not in cpu.OPERATIONS if in_cpp else operation == CPU_ALONE:
+        if in_cpp and operation not in cpu.OPERATIONS:
             return f"not accelerated: {operation} has no kernel for this device"
+        if operation == IN_CPP and not in_cpp:
+            operation = "lowrank_decode"
         if getattr(module, "streaming", None):
             return "not accelerated: latents of streaming heads"
         members = [module]

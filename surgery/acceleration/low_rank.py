@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,18 +72,22 @@ def low_rank_kernel(
     slots = latent.shape[2]
     lengths, starts = row_bounds(mask, len(query), queries, slots, query.device)
     key_up, value_up, ranges = stacked_ups(module)
-    heads = module.num_kv_heads, module.head_dim
-    reading = {
-        "rotation": rotation_of(module.rotary[0], module.config, slots),
-        "key_bias": None if module.key_bias is None else module.key_bias.view(heads),
-        "norm_weight": None if module.k_norm is None else module.k_norm.weight,
-        "norm_eps": 0.0 if module.k_norm is None else module.k_norm.variance_epsilon,
-        "ranges": ranges,
-    }
+    reading = {"ranges": ranges, "lengths": lengths, "starts": starts, **reading_of(module)}
+    rotation = rotation_of(module.rotary[0], module.config, slots)
     scale = module.scaling * module.rotary[0].attention_scaling
-    query = query.transpose(1, 2)
-    out, _ = lowrank_decode(query, latent[:, 0], key_up, scale, lengths=lengths, starts=starts, **reading)
-    return lifted(out, value_up, None if module.value_bias is None else module.value_bias.view(heads))
+    out, _ = lowrank_decode(query.transpose(1, 2), latent[:, 0], key_up, scale, rotation=rotation, **reading)
+    bias = None if module.value_bias is None else module.value_bias.view(module.num_kv_heads, module.head_dim)
+    return lifted(out, value_up, bias)
+
+
+def reading_of(module: LowRankAttention) -> dict[str, Any]:
+    """Return the bias and the norm of a layer's rebuilt keys, as arguments of `lowrank_decode`."""
+    bias, norm = module.key_bias, module.k_norm
+    return {
+        "key_bias": None if bias is None else bias.view(module.num_kv_heads, module.head_dim),
+        "norm_weight": None if norm is None else norm.weight,
+        "norm_eps": 0.0 if norm is None else norm.variance_epsilon,
+    }
 
 
 def lifted(out: Tensor, value_up: Tensor, bias: Tensor | None) -> Tensor:

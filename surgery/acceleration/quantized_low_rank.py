@@ -1,4 +1,8 @@
-"""Decode steps of `QuantizedLowRankAttention` on a CPU: keys are rebuilt from packed latents, a tile at a time."""
+"""Decode steps of `QuantizedLowRankAttention`: keys are rebuilt from packed latents.
+
+On a CPU one kernel unpacks and rebuilds a tile at a time. On a GPU the rows of the layers that a layer reads are
+unpacked into memory of one layer, which `lowrank_decode` reads.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,28 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from surgery.acceleration.low_rank import lifted, rotation_of, stacked_ups, why_not_rebuilt
+from surgery.acceleration.low_rank import lifted, reading_of, rotation_of, stacked_ups, why_not_rebuilt
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.quantized_latent import fields_of, first_positions
 from surgery.acceleration.steps import is_step, readable
+from surgery.kernels import cpu
+from surgery.kernels.lowrank_decode.operator import lowrank_decode
 from surgery.kernels.pack_rows.operator import pack_rows
+from surgery.kernels.unpack_rows.operator import unpack_rows
 from surgery.model.quantized_low_rank_attention import QuantizedLowRankAttention
 from surgery.model.token_cache import TokenCacheLayer
 
-CPU_ALONE = "lowrank_decode_packed"
-"""Operation without a kernel for GPUs."""
+IN_CPP = "lowrank_decode_packed"
+"""Operation of the kernel for CPUs."""
 COLUMNS = 16
 """Multiple of columns that the kernel reads of the up-projection."""
 
 
 def why_not_quantized_low_rank(module: QuantizedLowRankAttention) -> str | None:
-    """Return the reason why the kernel does not support a layer, or None."""
-    return "the layer has several blocks of latents" if len(module.ranks) > 1 else why_not_rebuilt(module)
+    """Return the reason why no kernel supports a layer, or None."""
+    if len(module.ranks) > 1 and cpu.runs(IN_CPP, module.o_proj.weight):
+        return "the layer has several blocks of latents"
+    return why_not_rebuilt(module)
 
 
 def quantized_low_rank_kernel(
@@ -47,7 +56,7 @@ def quantized_low_rank_kernel(
     new = query.shape[2]
     if cache is None or torch.compiler.is_compiling() or not readable(query, module.key_up):
         return None
-    if not is_step(module, query, new, CPU_ALONE):
+    if not is_step(module, query, new, IN_CPP):
         return None
     layers = [cache.layers[each.layer_idx] for each in group]
     if not all(map(_has_first_tokens, cache.layers)):  # the same for all layers of a group
@@ -61,11 +70,25 @@ def quantized_low_rank_kernel(
     if module.shares_latents:
         shared[module.layer_idx] = quantizer.decode(rows, latent.dtype)
     layer.update(rows, latent)
-    lengths, starts = row_bounds(mask, len(query), new, layer.get_seq_length(), query.device)
-    (rotary,), norm, (_, value_up, _) = module.rotary, module.k_norm, stacked_ups(module)
-    heads = module.num_kv_heads, module.head_dim
-    out = getattr(torch.ops.surgery_cpu, CPU_ALONE)(
-        query.transpose(1, 2),
+    bounds = row_bounds(mask, len(query), new, layer.get_seq_length(), query.device)
+    attend = _in_cpp if cpu.runs(IN_CPP, query) else _over_memory
+    out = attend(module, query.transpose(1, 2), layers, group, *bounds)
+    bias = None if module.value_bias is None else module.value_bias.view(module.num_kv_heads, module.head_dim)
+    return lifted(out.to(query.dtype), stacked_ups(module)[1], bias)
+
+
+def _in_cpp(
+    module: QuantizedLowRankAttention,
+    query: Tensor,
+    layers: Sequence[TokenCacheLayer],
+    group: Sequence[QuantizedLowRankAttention],
+    lengths: Tensor | None,
+    starts: Tensor | None,
+) -> Tensor:
+    """Compute weighted latents [B, T, H, R] of query [B, T, H, d] by the kernel for CPUs."""
+    layer, (rotary,), reading = layers[-1], module.rotary, reading_of(module)
+    return getattr(torch.ops.surgery_cpu, IN_CPP)(
+        query,
         [each.keys[:, 0] for each in layers],
         [each.quantizer.step for each in group],
         [each.quantizer.mean for each in group],
@@ -75,16 +98,45 @@ def quantized_low_rank_kernel(
         _key_matrix(module),
         module.num_kv_heads,
         module.scaling * rotary.attention_scaling,
-        None if module.key_bias is None else module.key_bias.view(heads),
-        None if norm is None else norm.weight,
-        0.0 if norm is None else norm.variance_epsilon,
+        reading["key_bias"],
+        reading["norm_weight"],
+        reading["norm_eps"],
         *rotation_of(rotary, module.config, layer.get_seq_length()),
         first_positions(layer.padding, query.device),
         lengths,
         starts,
     )
-    bias = None if module.value_bias is None else module.value_bias.view(heads)
-    return lifted(out.to(query.dtype), value_up, bias)
+
+
+def _over_memory(
+    module: QuantizedLowRankAttention,
+    query: Tensor,
+    layers: Sequence[TokenCacheLayer],
+    group: Sequence[QuantizedLowRankAttention],
+    lengths: Tensor | None,
+    starts: Tensor | None,
+) -> Tensor:
+    """Compute weighted latents [B, T, H, R] of query [B, T, H, d] over rows that are unpacked into memory first."""
+    layer, (key_up, _, ranges) = layers[-1], stacked_ups(module)
+    ranks = [each.quantizer.format.channels for each in group]
+    latents = query.new_empty(len(query), layer.keys.shape[2], sum(ranks))
+    for each, member, memory in zip(layers, group, latents.split(ranks, dim=-1), strict=True):
+        unpack_rows(
+            each.keys[:, 0].view(torch.int16),
+            member.quantizer.step,
+            member.quantizer.mean,
+            memory,
+            memory[..., :0],
+            fields=fields_of(member),
+            lengths=lengths,
+            starts=starts,
+            exact=each.values[:, 0].to(query.dtype) if each.first else None,
+            exact_starts=first_positions(each.padding, query.device),
+        )
+    reading = {"ranges": ranges, "lengths": lengths, "starts": starts, **reading_of(module)}
+    rotation = rotation_of(module.rotary[0], module.config, layer.get_seq_length())
+    scale = module.scaling * module.rotary[0].attention_scaling
+    return lowrank_decode(query, latents, key_up, scale, rotation=rotation, **reading)[0]
 
 
 def _has_first_tokens(layer: object) -> bool:

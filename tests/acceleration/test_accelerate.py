@@ -124,15 +124,20 @@ def test_every_kind(kind, calls):
     assert not hasattr(model, STATE) and getattr(model.model.layers[0].self_attn, "kernel", None) is None
 
 
-@pytest.mark.parametrize("name", ["rows_latent_key_norm", "rows_latent_predicted"])
+IN_TRITON = dict.fromkeys(("rows_latent_key_norm", "rows_latent_predicted"), "mla_decode_packed")
+IN_TRITON |= dict.fromkeys(("rows_shared", "rows_heads"), "lowrank_decode")
+
+
+@pytest.mark.parametrize("name", IN_TRITON)
 def test_rows_in_bits(name, calls):
     """Tokens that kernels pack are those that the model packs: the caches' bytes agree."""
     model, twin = WRITTEN[name](), WRITTEN[name]()
-    assert set(accelerate(model, compare=False).layers) == {"mla_decode_packed"}
+    assert set(accelerate(model, compare=False).layers) == {IN_TRITON[name]}
     caches = [DynamicCache(config=each.config) for each in (model, twin)]
     agree(*(decode(each, cache, 10) for each, cache in zip((model, twin), caches, strict=True)), 1e-4)
-    assert {"unpack_rows_kernel", "mla_decode_kernel", "pack_rows_kernel"} <= set(calls)
-    assert torch.equal(*(cache.layers[0].keys for cache in caches))
+    attention = IN_TRITON[name].removesuffix("_packed")
+    assert {"unpack_rows_kernel", f"{attention}_kernel", "pack_rows_kernel"} <= set(calls)
+    assert all(map(torch.equal, *([layer.keys for layer in cache.layers] for cache in caches)))
 
 
 ON_A_CPU = dict.fromkeys(("rows_latent_key_norm", "rows_latent_predicted"), "mla_decode_packed")

@@ -23,7 +23,7 @@ from surgery.kernels.mla_decode.row_slots import slot_table
 from surgery.kernels.operation import attention_outputs
 from surgery.kernels.pack_rows.operator import pack_rows
 from surgery.kernels.unpack_rows.operator import _unpack_rows, unpack_rows
-from surgery.kernels.unpack_rows.reference import unpack_to_pages
+from surgery.kernels.unpack_rows.reference import unpack_to_memory
 from surgery.model.attention_functions import rotate_pairs
 from surgery.model.left_padding import LeftPadding
 from surgery.model.token_cache import TokenCacheLayer
@@ -203,7 +203,7 @@ def test_rows_are_unpacked_to_their_pages(dtype, with_keys, device):
     assert_close("lse", result[1], expected[1], units=LSE_UNITS[dtype])
     copy = memory.clone()
     memory.fill_(torch.nan)
-    unpack_to_pages(packed, **{**apart(settings), "latent": latent, "rope_key": rope_key})
+    unpack_to_memory(packed, **{**apart(settings), "latent": latent, "rope_key": rope_key})
     torch.testing.assert_close(memory, copy, rtol=2e-3, atol=2e-3, equal_nan=True)
     with pytest.raises(ValueError, match="latent"):
         unpack_rows(packed, latent=latent[:5], rope_key=rope_key, **settings)

@@ -52,7 +52,7 @@ def test_eight_bits_lose_hardly_anything(layer, predicts):
 
 
 def test_keys_predict_values(layer):
-    """Values that keys determine, up to a part of full rank, are read from keys of few bits, and need few themselves."""
+    """Values that keys determine, up to a part of full rank, are read from keys of few bits."""
     anatomy, inputs, statistics = layer
     keys, generator = 12, torch.Generator().manual_seed(1)
     mix = torch.randn(12, keys, generator=generator, dtype=torch.float64)
