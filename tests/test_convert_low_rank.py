@@ -99,7 +99,6 @@ REFUSED = {
     "pass rank or kv_ratio": ("llama", {"rank": 4, "kv_ratio": 0.5}),
     "sinks need a window": ("llama", {"sinks": 4}),
     "method fisher or separate": ("llama", {"method": "svd-llm", "allocate": "spectrum"}),
-    "keeps all": ("llama", {"method": "think", "kv_ratio": 0.25}),
 }
 
 

@@ -37,6 +37,8 @@ LINES |= {f"variants {name}": ["eval", "builtin", f"--variants=int8,{name}"] for
 TASKS = ("repeat", "match", "memory", "kernels", "ruler")
 LINES |= {f"tasks {name}": ["eval", "builtin", f"--tasks=loss,{name}"] for name in TASKS}
 LINES |= {f"method {name}": ["heads", "builtin", f"--method={name}"] for name in ("ablation", "attention-area")}
+METHODS = ("asvd", "cskv", "think")
+LINES |= {f"method {name}": ["convert", "builtin", "--to", "lowrank", f"--method={name}"] for name in METHODS}
 LINES |= {f"bits {bits}": ["convert", "builtin", "--to", "lowrank", f"--bits={bits}"] for bits in (8, 4, 2)}
 LINES |= {f"bits {bits}": ["convert", "builtin", "--to", "quantized", f"--bits={bits}"] for bits in (3, "fp8")}
 LINES |= {f"{to} bits": ["convert", "builtin", "--to", to, "--bits=8"] for to in ("gqa", "mqa", "hybrid")}

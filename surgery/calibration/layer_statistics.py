@@ -181,15 +181,13 @@ def latent_weight_statistics(anatomy: LatentAnatomy, input_scale: Tensor) -> Lay
     tiny = torch.finfo(rows.dtype).tiny
     gradient = torch.block_diag(rotated.sum(0), sum(part / part.trace().clamp_min(tiny) for part in grams))
 
-    query_energy = rotated.diagonal(dim1=-2, dim2=-1)
     return LayerStatistics(
         moment,
         gradient,
-        pair_norm(query_energy),
+        pair_norm(rotated.diagonal(dim1=-2, dim2=-1)),
         pair_norm(moment.diagonal()[None, : anatomy.head_dim]),
         tokens=0,
         mean=mean,
-        query_energy=query_energy,
     )
 
 

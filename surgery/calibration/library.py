@@ -41,7 +41,7 @@ class StatisticsLibrary(LayerFiles):
             self._last = None  # free it before the next one is loaded
             stored = torch.load(path, weights_only=True)
             lags = LagStatistics(**stored["lags"]) if stored["lags"] else None
-            # Earlier versions also saved moments of the attention's output.
+            # Earlier versions saved more moments, of queries and outputs.
             names = {each.name for each in fields(LayerStatistics)}
             moments = {name: value for name, value in stored["statistics"].items() if name in names}
             self._last = path, (LayerStatistics(**moments), lags)
@@ -85,16 +85,13 @@ def weight_statistics(anatomy: AttentionAnatomy, input_scale: Tensor) -> LayerSt
     gradient = torch.block_diag(*keys, *values)
 
     key_energy = moment.diagonal()[: groups * anatomy.head_dim].view(groups, -1)
-    query_energy = query_moment.diagonal(dim1=-2, dim2=-1)
     return LayerStatistics(
         moment,
         gradient,
-        pair_norm(query_energy),
+        pair_norm(query_moment.diagonal(dim1=-2, dim2=-1)),
         pair_norm(key_energy),
         tokens=0,
         mean=bias,
-        query_energy=query_energy,
-        input_scale=scale.abs() * (2 / torch.pi) ** 0.5,  # E|x| of a normal distribution
         input_energy=scale.square(),
     )
 

@@ -39,10 +39,8 @@ class LayerStatistics:
     key_norm: Tensor  # E|k_l| per pair, [G, d/2]
     tokens: int
     mean: Tensor | None = None  # E[z], [n]
-    query_energy: Tensor | None = None  # E q_i² per channel, after a query norm, [H, d]
     raw_gradient: Tensor | None = None  # as gradient, at keys before the key norm; None without one
-    input_scale: Tensor | None = None  # E|x| per channel of the attention's inputs, [D]
-    input_energy: Tensor | None = None  # E x², [D]
+    input_energy: Tensor | None = None  # E x² per channel of the attention's inputs, [D]
     # The factors of the Fisher information, ``metric ⊗ gradient_weighted_moment``; None without gradients.
     weighted_moment: Tensor | None = None  # E[w z zᵀ], [n, n], with weights w of mean one
     weighted_mean: Tensor | None = None  # E[w z], [n]
@@ -120,7 +118,6 @@ class MomentAccumulator:
         _add(sums, "tokens", k.shape[0] * k.shape[1])
         _add(sums, "moment", precision.gram(rows))
         _add(sums, "mean", precision.total(rows))
-        _add(sums, "query_energy", precision.total(q.square(), (0, 1)))
         _add(sums, "query_norm", precision.total(to_complex(q.float()).abs(), (0, 1)))
         _add(sums, "key_norm", precision.total(to_complex(k.float()).abs() * gain, (0, 1)))
         if self._gradients:
@@ -135,7 +132,6 @@ class MomentAccumulator:
                 self._held[name][-1].append(batch.cpu())
         if inputs is not None:
             x = inputs.detach()[:, body].flatten(0, 1)
-            _add(sums, "input_scale", precision.total(x.abs()))
             _add(sums, "input_energy", precision.total(x.square()))
 
     def end_part(self) -> None:

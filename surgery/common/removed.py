@@ -13,6 +13,7 @@ EVALUATED = "use surgery eval of the result; heal.jsonl has the held-out losses 
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 KVTC = "it stores caches, and the live cache keeps its bytes: use caches that a model decodes from"
 RULER = "use RULER of lm-evaluation-harness: --tasks lm-eval:niah_single_1 --needle-lengths 4096"
+LOW_RANK = "leave it out, as the default loses less, or use --method svd-llm; existing checkpoints still load"
 
 REMOVED = {
     "gpu": "speed is measured, not predicted: use surgery bench decode",
@@ -25,6 +26,9 @@ REMOVED = {
     "method attention-area": "use --method kvzip, which is as fast and finds retrieval heads",
     "method ablation": "use --method duo, which finds the same heads, and surgery eval of the hybrids",
     "method procrustes": "use --method fisher, which aligns heads in the metric of the loss",
+    "method asvd": LOW_RANK,
+    "method cskv": LOW_RANK,
+    "method think": LOW_RANK,
     "method xkv-prompt": "use --method xkv, whose basis is computed once from text; existing checkpoints still load",
     "heads compare": "convert by each pattern with --to hybrid, then surgery eval of the results",
     "heads score": "use surgery heads CKPT",

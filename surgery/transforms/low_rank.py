@@ -22,16 +22,15 @@ from surgery.families.anatomy import AttentionAnatomy
 from surgery.running.moment_precision import MomentPrecision
 from surgery.transforms.algebra import damp, psd_powers
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
-from surgery.transforms.low_rank_methods import METHODS, BlockMoments, method_named
+from surgery.transforms.low_rank_methods import METHODS, BlockMoments
 
 
 @dataclass(frozen=True)
 class LowRankConversion:
     """Layer in low-rank form, and its predicted errors.
 
-    The errors use the same metric for every method. With loss gradients each is twice the predicted loss increase in
-    nats per token, to second order, and ``error`` includes the interaction of keys and values. Without gradients the
-    errors are relative to the energy of the bias-free keys and values, and ``error`` is their sum.
+    The errors use the metric of the loss for every method. Each is twice the predicted loss increase in nats per token,
+    to second order, and ``error`` includes the interaction of keys and values.
 
     Attributes:
         energies: per block, the energies of all possible latents in the method's metric, descending. For the method
@@ -92,11 +91,13 @@ def kv_rows(anatomy: AttentionAnatomy) -> Tensor:
 
 
 def loss_metric(anatomy: AttentionAnatomy, statistics: LayerStatistics) -> Tensor:
-    """Compute the damped second moment [n, n] of the loss gradient at keys before their norm and values; float64.
-
-    The statistics must have gradients.
-    """
-    return _gradient(statistics, key_scale(anatomy))
+    """Compute the damped second moment [n, n] of the loss gradient at keys before their norm and values; float64."""
+    gradient = statistics.raw_metric
+    if gradient is None:
+        scale = key_scale(anatomy)
+        scale = torch.where(scale.isinf(), 0, scale)
+        gradient = statistics.metric * scale * scale[:, None]
+    return damp(gradient)
 
 
 def low_rank_layer(
@@ -110,39 +111,32 @@ def low_rank_layer(
 
     Args:
         anatomy: the layer, float64 on the CPU like the statistics.
-        statistics: statistics of this layer.
+        statistics: statistics of this layer, with gradients.
         blocks: from :func:`surgery.transforms.low_rank_methods.blocks_for`, or with other ranks.
         method: a key of ``METHODS``.
         shared: moments with the latents of earlier layers, which cost no further cache next to the layer's own.
 
     Raises:
-        SurgeryError: an unknown method, statistics that lack what the method needs, or blocks that do not serve each
-            key and value head once or have more latents than elements to rebuild.
+        SurgeryError: blocks that do not serve each key and value head once or have more latents than elements to
+            rebuild.
         ValueError: shared latents with a method other than "fisher", or with more than one block.
     """
-    rule = method_named(method)
+    rule = METHODS[method]
     _check_blocks(anatomy, blocks)
     if shared is not None and (method != "fisher" or len(blocks) != 1):
         raise ValueError("reading the latents of earlier layers requires method fisher with one block of latents")
-    _check_statistics(method, anatomy, statistics)
     scale = key_scale(anatomy)
     weighted = _bias_free(anatomy, statistics, weighted=True) / scale / scale[:, None]
     moment = weighted if rule.weighted else _bias_free(anatomy, statistics, weighted=False) / scale / scale[:, None]
     weight = kv_rows(anatomy) / scale[:, None]
-    gradient = _gradient(statistics, scale)
+    metric = loss_metric(anatomy, statistics)
     prediction = torch.zeros(len(moment), 0, dtype=moment.dtype)
     if shared is not None:
         cross = shared.cross / scale[:, None]
         prediction = regression(cross, shared.moment, shared.stored)
         predicted = prediction @ cross.mT
         moment = weighted = weighted - predicted - predicted.mT + prediction @ shared.moment @ prediction.mT
-    whole = BlockMoments(
-        moment=moment,
-        metric=gradient,
-        scaled=weight * statistics.input_scale @ weight.mT if rule.scaled else None,
-        relevance=_relevance(anatomy, statistics, moment.diagonal() * _finite(scale).square()),
-    )
-
+    whole = BlockMoments(moment, metric)
     down, up, energies, start = [], moment.new_zeros(len(moment), sum(b.rank for b in blocks)), [], 0
     projection = moment.new_zeros(len(moment), len(moment))  # up down, so that ẑ = projection z
     for block in blocks:
@@ -163,7 +157,7 @@ def low_rank_layer(
         key_up=key_up.unflatten(0, (anatomy.kv_heads, anatomy.head_dim)),
         value_up=value_up.unflatten(0, (anatomy.kv_heads, anatomy.value_dim)),
     )
-    return LowRankConversion(layer, *_errors(len(key_up), weighted, gradient, projection), tuple(energies))
+    return LowRankConversion(layer, *_errors(len(key_up), weighted, metric, projection), tuple(energies))
 
 
 def _check_blocks(anatomy: AttentionAnatomy, blocks: tuple[Block, ...]) -> None:
@@ -177,22 +171,6 @@ def _check_blocks(anatomy: AttentionAnatomy, blocks: tuple[Block, ...]) -> None:
             raise SurgeryError(f"a block must have 1 to {numbers} latents for its {numbers} elements, not {block.rank}")
 
 
-def _check_statistics(method: str, anatomy: AttentionAnatomy, statistics: LayerStatistics) -> None:
-    low_rank_method, missing = METHODS[method], []
-    if low_rank_method.weighted and statistics.gradient is None:
-        missing.append("loss gradients")
-    if low_rank_method.scaled and statistics.input_scale is None:
-        missing.append("the scale of the attention's inputs")
-    if low_rank_method.queries and statistics.query_energy is None:
-        missing.append("the energy of the queries")
-    if statistics.mean is None and (anatomy.k_bias is not None or anatomy.v_bias is not None):
-        missing.append("the mean of keys and values, which have biases")
-    if missing:
-        raise SurgeryError(
-            f"method {method} of --to lowrank: missing statistics: {' and '.join(missing)}", setting="method"
-        )
-
-
 def key_scale(anatomy: AttentionAnatomy) -> Tensor:
     """Return the divisors [n] that turn ``z`` into keys before their norm; infinite if the norm's weight is zero."""
     scale = torch.ones(anatomy.kv_width, dtype=anatomy.k.dtype)
@@ -201,10 +179,6 @@ def key_scale(anatomy: AttentionAnatomy) -> Tensor:
         keys = torch.where(weight == 0, torch.inf, weight).expand(anatomy.kv_heads, -1).flatten()
         scale[: len(keys)] = keys
     return scale
-
-
-def _finite(scale: Tensor) -> Tensor:
-    return torch.where(scale.isinf(), 0, scale)
 
 
 def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weighted: bool) -> Tensor:
@@ -223,17 +197,6 @@ def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weight
     return moment - both - both.mT + torch.outer(bias, bias)
 
 
-def _gradient(statistics: LayerStatistics, scale: Tensor) -> Tensor | None:
-    """Return the damped loss metric [n, n] at keys before their norm and values, None without gradients."""
-    if statistics.metric is None:
-        return None
-    gradient = statistics.raw_metric
-    if gradient is None:
-        scale = _finite(scale)
-        gradient = statistics.metric * scale * scale[:, None]
-    return damp(gradient)
-
-
 def regression(cross: Tensor, moment: Tensor, stored: torch.dtype = torch.float64) -> Tensor:
     """Compute the regression ``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; latents of very different sizes are scaled to one first.
 
@@ -248,21 +211,6 @@ def regression(cross: Tensor, moment: Tensor, stored: torch.dtype = torch.float6
     return cross * size @ inverse * size
 
 
-def _relevance(anatomy: AttentionAnatomy, statistics: LayerStatistics, energy: Tensor) -> Tensor | None:
-    """Compute ThinK's score [n] of each element of ``z``: the energy of a key channel times that of its queries.
-
-    RoPE mixes the two channels of a pair, so they share one score. Values, which are always kept, score infinity.
-    """
-    if statistics.query_energy is None:
-        return None
-    keys = energy[: anatomy.kv_heads * anatomy.head_dim].view(anatomy.kv_heads, 2, -1).sum(1)  # [G, d/2]
-    queries = statistics.query_energy.unflatten(0, (anatomy.kv_heads, -1)).sum(1)
-    score = keys * queries.unflatten(-1, (2, -1)).sum(1)
-    relevance = torch.full_like(energy, torch.inf)
-    relevance[: 2 * score.numel()] = score.repeat(1, 2).flatten()
-    return relevance
-
-
 def elements_of(anatomy: AttentionAnatomy, block: Block) -> Tensor:
     """Return the indices in ``z`` of the elements that a block serves: keys, then values."""
     keys = torch.arange(anatomy.kv_heads * anatomy.head_dim).view(anatomy.kv_heads, -1)
@@ -270,18 +218,8 @@ def elements_of(anatomy: AttentionAnatomy, block: Block) -> Tensor:
     return torch.cat([keys[list(block.keys)].flatten(), values[list(block.values)].flatten()])
 
 
-def _errors(keys: int, moment: Tensor, metric: Tensor | None, projection: Tensor) -> tuple[float, float, float]:
+def _errors(keys: int, moment: Tensor, metric: Tensor, projection: Tensor) -> tuple[float, float, float]:
     """Compute the expected errors of keys, values and both when ``z`` is rebuilt as ``projection z``."""
     residual = torch.eye(len(moment), dtype=moment.dtype) - projection
-    error = residual @ moment @ residual.mT
-    if metric is None:
-        tiny = torch.finfo(moment.dtype).tiny
-        energy, lost_energy = moment.diagonal(), error.diagonal()
-        shares = [float(lost_energy[part].sum() / energy[part].sum().clamp_min(tiny)) for part in _parts(keys)]
-        return *shares, sum(shares)
-    both = metric * error
-    return *(float(both[part, part].sum()) for part in _parts(keys)), float(both.sum())
-
-
-def _parts(keys: int) -> tuple[slice, slice]:
-    return slice(keys), slice(keys, None)
+    both = metric * (residual @ moment @ residual.mT)
+    return float(both[:keys, :keys].sum()), float(both[keys:, keys:].sum()), float(both.sum())

@@ -7,27 +7,20 @@ fisher     one for keys and values    least error in the metric of the loss    o
 separate   one for keys, one for      as fisher                                ours
            values
 svd-llm    as separate                least error of keys and of values        SVD-LLM, arXiv:2403.07378
-asvd       as separate                SVD of the weights, input channels       ASVD, arXiv:2312.05821
-                                      scaled by E|x|^0.5
-cskv       as separate                asvd's, then trained on the error of     CSKV, arXiv:2409.10593
-                                      keys and of values
 palu       two for every four heads,  svd-llm's                                Palu, arXiv:2407.21118 (G-LRD)
            ranks by the Fisher
            information of weights
-think      channels of the keys, and  the channels of least score are dropped  ThinK, arXiv:2407.21018
-           all values
 ========== ========================== ======================================== ===================================
 
 Every method takes the second moment of the elements to rebuild, ``C = E[z zᵀ]`` with ``z = W x``. The second moment X
 of the inputs is never needed, since ``C = W X Wᵀ``. Whitening gives ``W X^{1/2} = U Σ Vᵀ`` and hence
-``up down = U_r U_rᵀ W``, where U are the eigenvectors of C. Scaling by S gives the eigenvectors of ``W S² Wᵀ`` instead.
+``up down = U_r U_rᵀ W``, where U are the eigenvectors of C.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import cos, pi
 
 import torch
 from torch import Tensor
@@ -41,7 +34,6 @@ from surgery.transforms.allocation import proportional
 from surgery.transforms.low_rank_layer import Block
 
 PALU_HEADS = 4
-TRAINING_STEPS, LEARNING_RATE = 400, 0.05
 
 
 @dataclass(frozen=True)
@@ -49,14 +41,11 @@ class BlockMoments:
     """Moments of the n elements z that a block of latents replaces; float64."""
 
     moment: Tensor  # E[z zᵀ], [n, n]
-    metric: Tensor | None  # E[g gᵀ] of the loss gradients at z, damped, [n, n]
-    scaled: Tensor | None  # W S² Wᵀ with S² = E|x| of the input channels, [n, n]
-    relevance: Tensor | None  # ThinK's scores, [n]; infinite for elements that are always kept
+    metric: Tensor  # E[g gᵀ] of the loss gradients at z, damped, [n, n]
 
     def of(self, index: Tensor) -> BlockMoments:
         """Select the moments of the elements at ``index``."""
-        square = [None if m is None else m[index[:, None], index] for m in (self.moment, self.metric, self.scaled)]
-        return BlockMoments(*square, None if self.relevance is None else self.relevance[index])
+        return BlockMoments(*(matrix[index[:, None], index] for matrix in (self.moment, self.metric)))
 
 
 @dataclass(frozen=True)
@@ -73,17 +62,13 @@ class Method:
     """Definition of a named method: factors of a block from its moments and its rank.
 
     Attributes:
-        layout: ``joint``, ``separate``, ``groups`` of heads with keys and values apart, or ``channels``.
+        layout: ``joint``, ``separate``, or ``groups`` of heads with keys and values apart.
         weighted: whether it uses the metric of the loss, which makes energies of different layers comparable.
-        gradients, scaled, queries: whether it needs loss gradients, the scale of the inputs, the energy of the queries.
     """
 
     factors: Callable[[BlockMoments, int], Factors]
     layout: str = "separate"
     weighted: bool = False
-    gradients: bool = False
-    scaled: bool = False
-    queries: bool = False
 
 
 def loss_weighted(block: BlockMoments, rank: int) -> Factors:
@@ -100,99 +85,35 @@ def loss_weighted(block: BlockMoments, rank: int) -> Factors:
 
 def whitened(block: BlockMoments, rank: int) -> Factors:
     """Solve for the least unweighted error of z: SVD-LLM's truncation-aware whitening."""
-    return _principal(block.moment, rank)
-
-
-def scaled(block: BlockMoments, rank: int) -> Factors:
-    """Solve ASVD: the SVD of ``W S`` with S = E|x|^0.5 of each input channel."""
-    return _principal(block.scaled, rank)
-
-
-def _principal(moment: Tensor, rank: int) -> Factors:
-    energy, basis = eigh_descending(moment)
+    energy, basis = eigh_descending(block.moment)
     return Factors(basis[:, :rank].mT, basis[:, :rank], energy.clamp_min(0))
-
-
-def trained(block: BlockMoments, rank: int) -> Factors:
-    """Train CSKV's factors: start from ASVD's and run Adam on ``E‖z - up down z‖²``.
-
-    The error depends on the second moment only, so each step uses all of the calibration text. The learning rate
-    decays to zero along a cosine; the paper's is constant for an epoch of batches. The optimum of this loss is
-    svd-llm's closed form, so training can at best approach it. ``down`` is trained in the row space of W, which
-    contains both its start and its optimum.
-    """
-    start = scaled(block, rank)
-    if rank == len(block.moment):
-        return start
-    moment = block.moment / block.moment.trace()
-    up, down = start.up.clone().requires_grad_(), start.down.clone().requires_grad_()
-    rate = LEARNING_RATE * len(moment) ** -0.5  # relative to the elements of an orthonormal factor
-    optimizer = torch.optim.Adam([up, down], lr=rate)
-    with torch.enable_grad():
-        for step in range(TRAINING_STEPS):
-            optimizer.param_groups[0]["lr"] = rate * (1 + cos(pi * step / TRAINING_STEPS)) / 2
-            read = down @ moment  # tr (1 - up down) C (1 - up down)ᵀ without its constant
-            loss = ((up.mT @ up) * (read @ down.mT)).sum() - 2 * (up * read.mT).sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return Factors(down.detach(), up.detach(), whitened(block, rank).energy)
-
-
-def channels(block: BlockMoments, rank: int) -> Factors:
-    """Keep ThinK's channels of the highest scores unchanged and drop the others; ``energy`` holds the scores."""
-    score, order = block.relevance.sort(descending=True, stable=True)
-    selected = order[:rank].sort().values
-    selection = torch.eye(len(score), dtype=block.moment.dtype)[selected]
-    return Factors(selection, selection.mT, score)
 
 
 METHODS: Registry[Method] = Registry(
     "low_rank_methods",
     {
-        "fisher": Method(loss_weighted, layout="joint", weighted=True, gradients=True),
-        "separate": Method(loss_weighted, weighted=True, gradients=True),
+        "fisher": Method(loss_weighted, layout="joint", weighted=True),
+        "separate": Method(loss_weighted, weighted=True),
         "svd-llm": Method(whitened),
-        "asvd": Method(scaled, scaled=True),
-        "cskv": Method(trained, scaled=True),
-        "palu": Method(whitened, layout="groups", gradients=True),
-        "think": Method(channels, layout="channels", queries=True),
+        "palu": Method(whitened, layout="groups"),
     },
     Method,
 )
-
-
-def method_named(name: str) -> Method:
-    """Look up a method by name. Raises SurgeryError: the name is unknown."""
-    if name not in METHODS:
-        raise SurgeryError(f"method {name!r} of --to lowrank is unknown: choose {', '.join(METHODS)}", setting="method")
-    return METHODS[name]
 
 
 def blocks_for(method: str, anatomy: AttentionAnatomy, rank: int, *, key_rank: int | None = None) -> tuple[Block, ...]:
     """Split a layer's budget into blocks of latents, ``rank`` in total.
 
     ``key_rank`` is for layouts that separate keys and values; by default half, or more if the values cannot use theirs.
-    The method "think" keeps all values and uses the rest for keys. Raises SurgeryError: the budget does not suit the
-    method.
+    Raises SurgeryError: the budget does not suit the method.
     """
-    layout = method_named(method).layout
+    layout = METHODS[method].layout
     heads = tuple(range(anatomy.kv_heads))
     keys, values = anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim
     if not 1 <= rank <= keys + values:
         raise SurgeryError(f"rank {rank} is not possible: choose 1 to {keys + values} elements per token and layer")
     if layout == "joint":
         return (Block(rank, heads, heads),)
-    if layout == "channels":
-        pairs = (rank - values) // (2 * anatomy.kv_heads)
-        if pairs < 1:
-            least = values + 2 * anatomy.kv_heads
-            raise SurgeryError(
-                f"method think keeps all {values} elements of the values and a channel pair of each key: "
-                f"rank {rank} is too small, use at least {least} of {keys + values}",
-                setting="method",
-            )
-        return *(Block(2 * pairs, (head,), ()) for head in heads), Block(values, (), heads)
     groups = [heads]
     if layout == "groups":
         groups = [heads[start : start + PALU_HEADS] for start in range(0, len(heads), PALU_HEADS)]
@@ -218,13 +139,8 @@ def fisher_information(anatomy: AttentionAnatomy, statistics: LayerStatistics) -
 
     Palu's public code takes the root mean square of each weight's gradient and averages over the weights. The gradient
     of a weight is ``Σ g_i x_j`` over tokens. If tokens are independent, and gradients independent of inputs (as in
-    K-FAC, arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token. Raises SurgeryError: the statistics lack
-    gradients or inputs.
+    K-FAC, arXiv:1503.05671), its mean square is ``E g_i² E x_j²`` per token.
     """
-    if statistics.gradient is None or statistics.input_energy is None:
-        raise SurgeryError(
-            "method palu of --to lowrank: missing statistics: loss gradients or the energy of inputs", setting="method"
-        )
     keys = anatomy.kv_heads * anatomy.head_dim
     energy = statistics.gradient.diagonal().clone()
     if statistics.raw_gradient is not None:

@@ -124,7 +124,7 @@ def unpredicted(
         early = early - shared[:, :first].flatten(0, 1).cpu().double() @ prediction.mT
     early = early - mean
     moment = moment + FIRST_WEIGHT * (early.mT @ early) / max(len(weight), 1)
-    moments = BlockMoments(moment, loss_metric(anatomy, statistics), None, None)
+    moments = BlockMoments(moment, loss_metric(anatomy, statistics))
     elements = tuple(elements_of(anatomy, block) for block in blocks)
     factors = tuple(loss_weighted(moments.of(indices), len(indices)) for indices in elements)
     return Unpredicted(blocks, elements, factors, rows, prediction, mean)

@@ -11,7 +11,7 @@ from surgery.common.setting import setting
 from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import RowSettings, first_tokens_setting, refuse_changed
 
-Method = Literal["fisher", "separate", "svd-llm", "asvd", "cskv", "palu", "think"]
+Method = Literal["fisher", "separate", "svd-llm", "palu"]
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,6 @@ class LowRank(Structure[Source, LowRankSettings]):
             if index + 1 < stop:
                 self._group.latents.append(form.latents(inputs))
         energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
-        # JSON has no infinity: elements that are always kept (ThinK's values) get the largest finite energy.
-        energies = energies.clamp_max(energies[energies.isfinite()].max())
         work.converted.save(index, self._writes.tensors(index, converted.layer.to("cpu", torch.float64)))
         return LowRankLayerReport(
             index,
