@@ -4,21 +4,22 @@
 // its keys are rebuilt, biased, normalized and rotated by their position modulo `STEP`, and multiplied by the queries,
 // which are rotated back by the rest. Values stay latents: a query's output is its weighted latent.
 //
-// Arguments, with B rows, T new tokens, H query heads, G KV heads, d head size, S tokens, R latents of a token:
+// Arguments, with B rows, T new tokens, H query heads, G KV heads, d head size, S tokens, R latents of a token, of which
+// a head reads up to K for its keys and V for its values:
 //   query         [B, T, H, d], rotated
 //   rows          of each layer: packed rows [B, S, bytes], or with `pages` [P, page, bytes]
 //   steps, means  of each layer: fp32 [channels]
 //   exact         of each layer: first tokens in full precision [B, E, channels]; or empty
 //   fields        (first byte, number of bytes, lowest bit, bits) of each field, of all layers
 //   num_fields    number of fields of each layer
-//   key_up        fp32 [R, G·d], padded to a multiple of 16 columns
-//   groups        G
+//   key_up        fp32 [G, K, d], padded to a multiple of 16 columns
+//   ranges        for each KV head the first latent and the rank that its key reads, then those of its value
 //   scale         multiplies the logits
 //   key_bias      fp32 [G, d]
 //   norm_weight   fp32 [d], of an RMS norm of each key with `norm_eps`
 //   within, begins, exact_starts, lengths, starts, pages  as in mla_decode/packed_operator.py; element i of a key is
 //                 rotated with i + d/2
-// Returns the weighted latents [B, T, H, R] in fp32.
+// Returns the weighted latents [B, T, H, V] in fp32, 0 past a head's own.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -54,15 +55,20 @@ struct Reader {
   }
 };
 
-// Adds the bias to a token's keys [groups, dim], normalizes them, and rotates them.
+// Latents that a KV head reads.
+struct Range {
+  int64_t key_first, key_rank, value_first, value_rank;
+};
+
+// Adds the bias to a token's keys [groups, stride], normalizes them, and rotates them.
 struct KeyFinish {
-  int64_t groups, dim;
+  int64_t groups, dim, stride;
   const float *bias, *weight;
   float eps;
   const Rotations* rotations;
 
   void run(float* __restrict key, int64_t position) const {
-    for (int64_t group = 0; group < groups; group++, key += dim) {
+    for (int64_t group = 0; group < groups; group++, key += stride) {
       for (int64_t c = 0; bias && c < dim; c++) key[c] += bias[group * dim + c];
       if (weight) {
         float squares = 0.0f;
@@ -84,7 +90,7 @@ struct KeyFinish {
 
 at::Tensor lowrank_decode_packed(
     const at::Tensor& query, at::TensorList rows, at::TensorList steps, at::TensorList means, at::TensorList exact,
-    at::IntArrayRef fields, at::IntArrayRef num_fields, const at::Tensor& key_up, int64_t groups, double scale,
+    at::IntArrayRef fields, at::IntArrayRef num_fields, const at::Tensor& key_up, at::IntArrayRef flat, double scale,
     const std::optional<at::Tensor>& key_bias, const std::optional<at::Tensor>& norm_weight, double norm_eps,
     const std::optional<at::Tensor>& within, const std::optional<at::Tensor>& begins,
     const std::optional<at::Tensor>& exact_starts, const std::optional<at::Tensor>& lengths,
@@ -98,14 +104,20 @@ at::Tensor lowrank_decode_packed(
                         exact_starts, pages);
     rank += layers.back().channels;
   }
+  std::vector<Range> ranges;
+  for (size_t i = 0; i + 3 < flat.size(); i += 4) ranges.push_back({flat[i], flat[i + 1], flat[i + 2], flat[i + 3]});
+  int64_t value_rank = 0;
+  for (const Range& range : ranges) value_rank = std::max(value_rank, range.value_rank);
+  const int64_t groups = ranges.size();
   const at::Tensor up = floats(key_up), wide = floats(query);
   const at::Tensor bias = key_bias ? floats(*key_bias) : at::Tensor();
   const at::Tensor weight = norm_weight ? floats(*norm_weight) : at::Tensor();
   const std::optional<Rotations> rotations = within ? std::make_optional<Rotations>(*within, *begins) : std::nullopt;
   const int64_t sharing = heads / groups;
   const int64_t used = tokens * sharing, width = padded(used), lanes = groups * width;  // of a group; of all
-  const int64_t stride = padded(rank) + WIDTH, key_stride = up.size(1);
-  const KeyFinish finish{groups, dim, key_bias ? bias.const_data_ptr<float>() : nullptr,
+  // Vectors of values may end after the last latent.
+  const int64_t stride = padded(rank) + padded(value_rank), key_width = up.size(2), key_stride = groups * key_width;
+  const KeyFinish finish{groups, dim, key_width, key_bias ? bias.const_data_ptr<float>() : nullptr,
                          norm_weight ? weight.const_data_ptr<float>() : nullptr, static_cast<float>(norm_eps),
                          rotations ? &*rotations : nullptr};
   std::vector<int64_t> token_of(lanes, -1);
@@ -123,7 +135,7 @@ at::Tensor lowrank_decode_packed(
         for (int64_t c = 0; c < dim; c++) to[c * width] = static_cast<float>(scale) * from[c];
       }
 
-  const std::vector<Part> parts = over_tokens(visible, rank, [&](int64_t row, int64_t start, int64_t end, Part& part) {
+  const std::vector<Part> parts = over_tokens(visible, value_rank, [&](int64_t row, int64_t start, int64_t end, Part& part) {
     const std::vector<float>& own = queries[row];
     std::vector<float> turned(own), tile(TILE * stride), keys(TILE * key_stride), scores(TILE * lanes);
     Reader reader(layers);
@@ -140,19 +152,23 @@ at::Tensor lowrank_decode_packed(
         }
       }
       for (int64_t n = 0; n < count; n++) reader.read(row, start + n, &tile[n * stride]);
-      multiply(count, rank, tile.data(), stride, up.const_data_ptr<float>(), key_stride, keys.data(), key_stride);
+      for (int64_t group = 0; group < groups; group++) {
+        const float* matrix = up.const_data_ptr<float>() + group * up.size(1) * key_width;
+        multiply(count, ranges[group].key_rank, &tile[ranges[group].key_first], stride, matrix, key_width,
+                 &keys[group * key_width], key_stride);
+      }
       for (int64_t n = 0; n < count; n++) finish.run(&keys[n * key_stride], start + n);
       for (int64_t group = 0; group < groups; group++)
-        multiply(count, dim, &keys[group * dim], key_stride, &turned[group * dim * width], width, &scores[group * width],
+        multiply(count, dim, &keys[group * key_width], key_stride, &turned[group * dim * width], width, &scores[group * width],
                  lanes);
       for (int64_t n = 0; n < count; n++) visible.hide(row, start + n, &scores[n * lanes]);
       part.weigh(count, scores.data());
-      for (int64_t lane = 0; lane < lanes; lane += width)
-        part.add(count, tile.data(), stride, scores.data(), lane, lane + used);
+      for (int64_t group = 0; group < groups; group++)
+        part.add(count, &tile[ranges[group].value_first], stride, scores.data(), group * width, group * width + used);
     }
   });
 
-  const at::Tensor out = at::empty({batch, tokens, heads, rank}, at::kFloat);
+  const at::Tensor out = at::empty({batch, tokens, heads, value_rank}, at::kFloat);
   float* to = out.mutable_data_ptr<float>();
   for (int64_t row = 0; row < batch; row++)
     for (int64_t token = 0; token < tokens; token++)
@@ -160,7 +176,8 @@ at::Tensor lowrank_decode_packed(
         const int64_t lane = head / sharing * width + token * sharing + head % sharing;
         const Part& part = parts[row];
         const float factor = part.total[lane] > 0 ? 1.0f / part.total[lane] : 0.0f;
-        for (int64_t c = 0; c < rank; c++) *to++ = factor * part.sums[lane * part.width + c];
+        const int64_t own = ranges[head / sharing].value_rank;
+        for (int64_t c = 0; c < value_rank; c++) *to++ = c < own ? factor * part.sums[lane * part.width + c] : 0.0f;
       }
   return out;
 }
@@ -170,7 +187,7 @@ at::Tensor lowrank_decode_packed(
 TORCH_LIBRARY_FRAGMENT(surgery_cpu, library) {
   library.def(
       "lowrank_decode_packed(Tensor query, Tensor[] rows, Tensor[] steps, Tensor[] means, Tensor[] exact, "
-      "int[] fields, int[] num_fields, Tensor key_up, int groups, float scale, Tensor? key_bias=None, "
+      "int[] fields, int[] num_fields, Tensor key_up, int[] ranges, float scale, Tensor? key_bias=None, "
       "Tensor? norm_weight=None, float norm_eps=0.0, Tensor? within=None, Tensor? begins=None, Tensor? exact_starts=None, "
       "Tensor? lengths=None, Tensor? starts=None, Tensor? pages=None) -> Tensor");
   library.impl("lowrank_decode_packed", at::kCPU, &lowrank_decode_packed);

@@ -15,13 +15,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from surgery.acceleration import stock_mla
 from surgery.acceleration.comparison import TOLERANCE, step_error
 from surgery.acceleration.latent import latent_kernel, why_not_latent
-from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank
+from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank, why_not_rebuilt
 from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
-from surgery.acceleration.quantized_low_rank import (
-    IN_CPP,
-    quantized_low_rank_kernel,
-    why_not_quantized_low_rank,
-)
+from surgery.acceleration.quantized_low_rank import IN_CPP, quantized_low_rank_kernel
 from surgery.kernels import cpu
 from surgery.kernels.backend import DTYPES, interpreted, refusal
 from surgery.model.attention_functions import own_softmax
@@ -116,7 +112,7 @@ def decelerate(model: PreTrainedModel) -> None:
 KERNELS: tuple[tuple[type[nn.Module], Callable, str, Callable[..., str | None]], ...] = (
     (QuantizedLatentAttention, quantized_latent_kernel, "mla_decode_packed", why_not_quantized_latent),
     (LatentAttention, latent_kernel, "mla_decode", why_not_latent),
-    (QuantizedLowRankAttention, quantized_low_rank_kernel, IN_CPP, why_not_quantized_low_rank),
+    (QuantizedLowRankAttention, quantized_low_rank_kernel, IN_CPP, why_not_rebuilt),
     (LowRankAttention, low_rank_kernel, "lowrank_decode", why_not_low_rank),
 )
 """Attention classes, functions that run their kernel, its operation, and functions that return why a layer cannot use

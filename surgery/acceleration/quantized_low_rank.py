@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from surgery.acceleration.low_rank import lifted, reading_of, rotation_of, stacked_ups, why_not_rebuilt
+from surgery.acceleration.low_rank import lifted, reading_of, rotation_of, stacked_ups
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.quantized_latent import fields_of, first_positions
 from surgery.acceleration.steps import is_step, readable
@@ -28,13 +28,6 @@ IN_CPP = "lowrank_decode_packed"
 """Operation of the kernel for CPUs."""
 COLUMNS = 16
 """Multiple of columns that the kernel reads of the up-projection."""
-
-
-def why_not_quantized_low_rank(module: QuantizedLowRankAttention) -> str | None:
-    """Return the reason why no kernel supports a layer, or None."""
-    if len(module.ranks) > 1 and cpu.runs(IN_CPP, module.o_proj.weight):
-        return "the layer has several blocks of latents"
-    return why_not_rebuilt(module)
 
 
 def quantized_low_rank_kernel(
@@ -86,7 +79,9 @@ def _in_cpp(
     starts: Tensor | None,
 ) -> Tensor:
     """Compute weighted latents [B, T, H, R] of query [B, T, H, d] by the kernel for CPUs."""
-    layer, (rotary,), reading = layers[-1], module.rotary, reading_of(module)
+    layer, (rotary,), reading, (key_up, _, ranges) = layers[-1], module.rotary, reading_of(module), stacked_ups(module)
+    rank = key_up.shape[-1]
+    ranges = [(0, rank, 0, rank)] * module.num_kv_heads if ranges is None else ranges
     return getattr(torch.ops.surgery_cpu, IN_CPP)(
         query,
         [each.keys[:, 0] for each in layers],
@@ -96,7 +91,7 @@ def _in_cpp(
         list(chain.from_iterable(map(fields_of, group))),
         [len(fields_of(each)) // 4 for each in group],
         _key_matrix(module),
-        module.num_kv_heads,
+        list(chain.from_iterable(ranges)),
         module.scaling * rotary.attention_scaling,
         reading["key_bias"],
         reading["norm_weight"],
@@ -147,12 +142,10 @@ def _has_first_tokens(layer: object) -> bool:
 
 
 def _key_matrix(module: QuantizedLowRankAttention) -> Tensor:
-    """Return the transposed up-projection of keys, fp32 [R, G·d padded to `COLUMNS`], cached until it changes."""
-    weight = module.key_up.matrices()[0]
-    state = weight.data_ptr(), weight._version
-    entry = module.__dict__.get("_surgery_key_matrix")
-    if entry is None or entry[0] != state:
-        up = weight.detach().float().mT
-        entry = state, nn.functional.pad(up, (0, -up.shape[1] % COLUMNS)).contiguous()
+    """Return the transposed up-projections of keys, fp32 [G, r, d padded to `COLUMNS`], cached until they change."""
+    key_up, entry = stacked_ups(module)[0], module.__dict__.get("_surgery_key_matrix")
+    if entry is None or entry[0] is not key_up:
+        up = key_up.detach().float().mT
+        entry = key_up, nn.functional.pad(up, (0, -up.shape[2] % COLUMNS)).contiguous()
         module.__dict__["_surgery_key_matrix"] = entry
     return entry[1]

@@ -125,7 +125,7 @@ def test_every_kind(kind, calls):
 
 
 IN_TRITON = dict.fromkeys(("rows_latent_key_norm", "rows_latent_predicted"), "mla_decode_packed")
-IN_TRITON |= dict.fromkeys(("rows_shared", "rows_heads"), "lowrank_decode")
+IN_TRITON |= dict.fromkeys(("rows_shared", "rows_head_pairs"), "lowrank_decode")
 
 
 @pytest.mark.parametrize("name", IN_TRITON)
@@ -141,7 +141,7 @@ def test_rows_in_bits(name, calls):
 
 
 ON_A_CPU = dict.fromkeys(("rows_latent_key_norm", "rows_latent_predicted"), "mla_decode_packed")
-ON_A_CPU |= {"rows_shared": "lowrank_decode_packed"}
+ON_A_CPU |= dict.fromkeys(("rows_shared", "rows_heads", "rows_head_pairs"), "lowrank_decode_packed")
 
 
 @pytest.mark.parametrize("name", ON_A_CPU)

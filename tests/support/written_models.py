@@ -30,6 +30,8 @@ HEAD_BLOCKS = [{"rank": 4 + 4 * head, "keys": [head], "values": []} for head in 
 HEAD_BLOCKS += [{"rank": 4 + 2 * head, "keys": [], "values": [head]} for head in range(2)]
 HEAD_RUNS = [["4+4", 2], ["2+2+2+2", 2], ["4+4", 2], ["3+3+2", 2]]
 HEAD_ROWS = {**LOW_RANK_ROWS, "blocks": HEAD_BLOCKS, "latent_runs": HEAD_RUNS}
+HEAD_PAIRS = [{"rank": 4 + 4 * head, "keys": [head], "values": [head]} for head in range(2)]
+HEAD_PAIR_ROWS = {**LOW_RANK_ROWS, "blocks": HEAD_PAIRS, "latent_runs": [["4+4", 2], ["2+2+2+2", 2]]}
 KEY_NORM_ENTRY = {**LATENT_ENTRY, "key_norm_eps": 1e-6}
 GROUP = {"group_size": 2, "rank": 6, "block": 4, "sinks": 1, "window": 2}
 MLA = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": None}
@@ -123,6 +125,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "rows_latent_predicted": partial(from_entries, {**ROWS_ENTRY, "predicts_values": True}),
     "rows_latent_key_norm": partial(from_entries, {**ROWS_ENTRY, "key_norm_eps": 1e-6}, family="qwen3"),
     "rows_heads": partial(from_entries, HEAD_ROWS),
+    "rows_head_pairs": partial(from_entries, HEAD_PAIR_ROWS),
     "rows_shared": partial(from_entries, *CASCADE_ROWS, family="qwen3"),
     "mixed": partial(from_entries, LATENT_ENTRY, hybrid_entry(1, [1, 0], 1, sinks=2, recent=5), kv_cache=[None, INT8]),
     IMAGES: partial(with_pictures, low_rank_entry()),
