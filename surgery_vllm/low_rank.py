@@ -5,7 +5,9 @@ tokens of a batch, S tokens of a request, H query heads, G KV heads, d head_dim,
 token in all blocks, s of earlier layers.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -15,11 +17,14 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from surgery.kernels.lowrank_decode.reference import STEP
+from surgery.kernels.lowrank_decode.rows import decode_rows, lifted, stacked_heads, transposed_keys
 from surgery.model.low_rank_entry import LowRankEntry
 from surgery.model.quantized_low_rank_entry import QuantizedLowRankEntry
 from surgery_vllm.cascade import CascadeCache, CascadeRows
 from surgery_vllm.paged import rebuilt_attention
 from surgery_vllm.rows import RowQuantizer
+from surgery_vllm.spans import Span
 
 
 class LowRankAttention(nn.Module):
@@ -140,14 +145,73 @@ class QuantizedLowRankAttention(LowRankAttention):
         if entry.shared_layers:
             down = ReplicatedLinear(entry.shared_rank, sum(entry.ranks), bias=False, return_bias=False, prefix=name)
             self.shared_down = down
+        self.rotation = rotation_of(self.rotary_emb, self.head_dim)
+        self.stacked: tuple | None = None
         return CascadeRows(
             config,
             self.quantizer,
             inv_freq=None,
+            over_rows=None if self.rotation is None else self._over_rows,
             shared_down=self.shared_down if entry.shared_layers else None,
             prefix=prefix,
             **settings,
         )
+
+    def _over_rows(
+        self, query: Tensor, caches: Sequence[CascadeRows], rows: list[Tensor], exact: list[Tensor], span: Span
+    ) -> Tensor:
+        """Compute outputs [B·T, H, d] of rotated queries [B·T, H, d] of a span by the C++ kernel, from packed rows."""
+        if self.stacked is None:
+            self.stacked = self._stacked()
+        keys, ranges, value_up = self.stacked
+        (pages, lengths), (within, begins) = span.table(), self.rotation
+        key_bias, value_bias = (
+            None if bias is None else bias.view(-1, self.head_dim) for bias in (self.key_bias, self.value_bias)
+        )
+        out = decode_rows(
+            query.unflatten(0, (len(pages), -1)),
+            rows,
+            [each.quantizer.step for each in caches],
+            [each.quantizer.mean for each in caches],
+            exact,
+            [list(chain.from_iterable(each.entry.format.fields())) for each in caches],
+            keys,
+            ranges,
+            self.head_dim**-0.5,
+            key_bias=key_bias,
+            norm_weight=None if self.k_norm is None else self.k_norm.weight,
+            norm_eps=0.0 if self.k_norm is None else self.k_norm.variance_epsilon,
+            within=within,
+            begins=begins,
+            lengths=lengths,
+            pages=pages,
+        )
+        return lifted(out.to(value_up.dtype), value_up, value_bias).flatten(0, 1)
+
+    def _stacked(self) -> tuple[Tensor, list[tuple[int, int, int, int]], Tensor]:
+        """Return the up-projections of keys for the kernel, the latents of every head, and those of values."""
+        spans = [(end - width, width) for end, width in zip(accumulate(self.widths), self.widths, strict=True)]
+        (key_up, keys), (value_up, values) = (
+            stacked_heads({int(number): up for number, up in ups.items()}, spans, order.tolist(), self.head_dim)
+            for ups, order in ((self.key_up, self.order_of_keys), (self.value_up, self.order_of_values))
+        )
+        return transposed_keys(key_up), [(*key, *value) for key, value in zip(keys, values, strict=True)], value_up
+
+
+def rotation_of(rotary: nn.Module, dim: int) -> tuple[Tensor, Tensor] | None:
+    """Return vLLM's rotations of whole heads [d] as the `rotation_tables` of kernels; None if they are of another kind.
+
+    The tables compose two rotations, so a rotation by twice as many positions must be one of twice the angles.
+    """
+    if not rotary.is_neox_style or rotary.rotary_dim != dim:
+        return None
+    cos, sin = rotary._compute_cos_sin_cache().float().chunk(2, dim=-1)
+    turns = torch.complex(cos, sin)
+    middle = (len(turns) - 1) // 2
+    if not torch.allclose(turns[middle].square(), turns[2 * middle], atol=1e-3):
+        return None
+    within = torch.nn.functional.pad(torch.stack((cos, sin))[:, :STEP], (0, 0, 0, max(STEP - len(cos), 0)))
+    return within, torch.stack((cos, sin))[:, ::STEP].contiguous()
 
 
 def _order(heads: list[int]) -> Tensor:

@@ -143,16 +143,21 @@ CASCADE_ROWS |= {"kind": "quantized_low_rank", "blocks": [{"rank": 16, "keys": [
 
 
 @pytest.mark.parametrize(
-    "layers", [[LATENT_ROWS] * 2, [CASCADE_ROWS, {**CASCADE_ROWS, "shared_layers": 1, "shared_rank": 16}]]
+    ("layers", "unpacked"),
+    [
+        ([LATENT_ROWS] * 2, 16),
+        ([LATENT_ROWS, {**LATENT_ROWS, "predicts_values": True}], 20),
+        ([CASCADE_ROWS, {**CASCADE_ROWS, "shared_layers": 1, "shared_rank": 16}], 0),
+    ],
 )
-def test_rows_in_bits_have_bytes_per_token_in_any_dtype_and_first_tokens_per_request(layers):
+def test_rows_in_bits_have_bytes_per_token_in_any_dtype_and_first_tokens_per_request(layers, unpacked):
     on_cpu, on_cuda = (
         verdict_of({**OWN, "attention_layers": layers}, f"vLLM on {device}") for device in ("CPU", "CUDA")
     )
     assert (on_cpu["status"], on_cuda["status"]) == (LOADS_WITH, NOT_TRIED)
     assert on_cpu["cache_bytes_per_token"] == 2 * 6
-    # On CUDA kernels unpack MLA, 16 channels of one layer at a time, to memory in the cache.
-    assert on_cuda["cache_bytes_per_token"] == 2 * 6 + (16 * 2 if layers[0] is LATENT_ROWS else 0)
+    # On CUDA kernels unpack MLA, one layer at a time, to memory in the cache.
+    assert on_cuda["cache_bytes_per_token"] == 2 * 6 + unpacked * 2
     assert on_cpu["cache_bytes_per_request"] == 2 * 4 * 16 * 2
 
 

@@ -17,9 +17,10 @@ from surgery.acceleration.comparison import TOLERANCE, step_error
 from surgery.acceleration.latent import latent_kernel, why_not_latent
 from surgery.acceleration.low_rank import low_rank_kernel, why_not_low_rank, why_not_rebuilt
 from surgery.acceleration.quantized_latent import quantized_latent_kernel, why_not_quantized_latent
-from surgery.acceleration.quantized_low_rank import IN_CPP, quantized_low_rank_kernel
+from surgery.acceleration.quantized_low_rank import quantized_low_rank_kernel
 from surgery.kernels import cpu
 from surgery.kernels.backend import DTYPES, interpreted, refusal
+from surgery.kernels.lowrank_decode.rows import IN_CPP
 from surgery.model.attention_functions import own_softmax
 from surgery.model.cross_layer_attention import CrossLayerAttention
 from surgery.model.cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention

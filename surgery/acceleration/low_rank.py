@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels.lowrank_decode.operator import lowrank_decode, rotation_tables
-from surgery.model.attention_functions import norm_width, take
+from surgery.kernels.lowrank_decode.rows import lifted, stacked_heads
+from surgery.model.attention_functions import norm_width
 from surgery.model.low_rank_attention import LowRankAttention
 from surgery.model.rotary import rotates_plainly
 
@@ -90,15 +90,6 @@ def reading_of(module: LowRankAttention) -> dict[str, Any]:
     }
 
 
-def lifted(out: Tensor, value_up: Tensor, bias: Tensor | None) -> Tensor:
-    """Project mixed latents [B, T, H, r] by `value_up` [G, d, r] and add the bias [G, d]: [B, T, H, d]."""
-    groups = out.unflatten(2, (len(value_up), -1))
-    values = torch.einsum("btgqr,gdr->btgqd", groups, value_up)
-    if bias is not None:
-        values = values + bias[:, None]
-    return values.flatten(2, 3)
-
-
 def rotation_of(rotary: nn.Module, config: object, slots: int) -> tuple[Tensor, Tensor]:
     """Return the cached rotation tables of a rotary embedding, sized for the model's context or longer sequences."""
     tables = getattr(rotary, "_surgery_tables", None)
@@ -126,20 +117,12 @@ def stacked_ups(
 
 
 def _stack(module: LowRankAttention) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]] | None]:
-    part, ends = module._full, list(accumulate(module.ranks))
-    sides, ranges = [], []
-    for up_projections, order in ((module.key_up, part.key_order), (module.value_up, part.value_order)):
-        ups = up_projections.matrices()
-        widest = max(up.shape[1] for up in ups.values())
-        rows, spans = [], []
-        for number, up in ups.items():
-            wide = nn.functional.pad(up.detach(), (0, widest - up.shape[1])) if up.shape[1] < widest else up.detach()
-            rows.append(wide.unflatten(0, (-1, module.head_dim)))
-            rank = module.ranks[number]
-            spans += [(ends[number] - rank, rank)] * len(rows[-1])
-        stacked = rows[0] if len(rows) == 1 else torch.cat(rows)
-        sides.append(take(stacked, order, 0))
-        ranges.append(spans if order is None else [spans[index] for index in order])
-    if len(module.ranks) == 1:
-        return *sides, None
-    return *sides, [(*key, *value) for key, value in zip(*ranges, strict=True)]
+    part, ranks = module._full, module.ranks
+    spans = [(end - rank, rank) for end, rank in zip(accumulate(ranks), ranks, strict=True)]
+    (key_up, keys), (value_up, values) = (
+        stacked_heads(up.matrices(), spans, order, module.head_dim)
+        for up, order in ((module.key_up, part.key_order), (module.value_up, part.value_order))
+    )
+    if len(ranks) == 1:
+        return key_up, value_up, None
+    return key_up, value_up, [(*key, *value) for key, value in zip(keys, values, strict=True)]

@@ -7,27 +7,22 @@ unpacked into memory of one layer, which `lowrank_decode` reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
-from surgery.acceleration.low_rank import lifted, reading_of, rotation_of, stacked_ups
+from surgery.acceleration.low_rank import reading_of, rotation_of, stacked_ups
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.quantized_latent import fields_of, first_positions
 from surgery.acceleration.steps import is_step, readable
 from surgery.kernels import cpu
 from surgery.kernels.lowrank_decode.operator import lowrank_decode
+from surgery.kernels.lowrank_decode.rows import IN_CPP, decode_rows, lifted, transposed_keys
 from surgery.kernels.pack_rows.operator import pack_rows
 from surgery.kernels.unpack_rows.operator import unpack_rows
 from surgery.model.quantized_low_rank_attention import QuantizedLowRankAttention
 from surgery.model.token_cache import TokenCacheLayer
-
-IN_CPP = "lowrank_decode_packed"
-"""Operation of the kernel for CPUs."""
-COLUMNS = 16
-"""Multiple of columns that the kernel reads of the up-projection."""
 
 
 def quantized_low_rank_kernel(
@@ -79,27 +74,26 @@ def _in_cpp(
     starts: Tensor | None,
 ) -> Tensor:
     """Compute weighted latents [B, T, H, R] of query [B, T, H, d] by the kernel for CPUs."""
-    layer, (rotary,), reading, (key_up, _, ranges) = layers[-1], module.rotary, reading_of(module), stacked_ups(module)
+    layer, (rotary,), (key_up, _, ranges) = layers[-1], module.rotary, stacked_ups(module)
     rank = key_up.shape[-1]
     ranges = [(0, rank, 0, rank)] * module.num_kv_heads if ranges is None else ranges
-    return getattr(torch.ops.surgery_cpu, IN_CPP)(
+    within, begins = rotation_of(rotary, module.config, layer.get_seq_length())
+    return decode_rows(
         query,
         [each.keys[:, 0] for each in layers],
         [each.quantizer.step for each in group],
         [each.quantizer.mean for each in group],
         [each.values[:, 0] for each in layers] if layer.first else [],
-        list(chain.from_iterable(map(fields_of, group))),
-        [len(fields_of(each)) // 4 for each in group],
-        _key_matrix(module),
-        list(chain.from_iterable(ranges)),
+        [fields_of(each) for each in group],
+        _keys(module),
+        ranges,
         module.scaling * rotary.attention_scaling,
-        reading["key_bias"],
-        reading["norm_weight"],
-        reading["norm_eps"],
-        *rotation_of(rotary, module.config, layer.get_seq_length()),
-        first_positions(layer.padding, query.device),
-        lengths,
-        starts,
+        within=within,
+        begins=begins,
+        exact_starts=first_positions(layer.padding, query.device),
+        lengths=lengths,
+        starts=starts,
+        **reading_of(module),
     )
 
 
@@ -141,11 +135,9 @@ def _has_first_tokens(layer: object) -> bool:
     return layer.padding is not None and layer.get_seq_length() >= layer.padding.most + layer.first
 
 
-def _key_matrix(module: QuantizedLowRankAttention) -> Tensor:
-    """Return the transposed up-projections of keys, fp32 [G, r, d padded to `COLUMNS`], cached until they change."""
-    key_up, entry = stacked_ups(module)[0], module.__dict__.get("_surgery_key_matrix")
+def _keys(module: QuantizedLowRankAttention) -> Tensor:
+    """Return the up-projections of keys as the C++ kernel reads them, cached until they change."""
+    key_up, entry = stacked_ups(module)[0], module.__dict__.get("_surgery_keys")
     if entry is None or entry[0] is not key_up:
-        up = key_up.detach().float().mT
-        entry = key_up, nn.functional.pad(up, (0, -up.shape[2] % COLUMNS)).contiguous()
-        module.__dict__["_surgery_key_matrix"] = entry
+        entry = module.__dict__["_surgery_keys"] = key_up, transposed_keys(key_up)
     return entry[1]

@@ -194,7 +194,7 @@ def _custom_class_facts(config: dict[str, Any]) -> dict[str, Any]:
         cached += entry.width(plain) - streaming
         streamed += streaming * (entry.sinks + entry.recent) if streaming else 0
     in_bits = all(isinstance(entry, QuantizedLatentEntry) for entry in layers)
-    unpacked = max(entry.format.channels for entry in layers) if in_bits else 0
+    unpacked = max(entry.value_width + entry.rope_dim for entry in layers) if in_bits else 0
     name = " + ".join(name for kind, name in SERVED.items() if kind in {entry.kind for entry in layers})
     served = f"{name.replace('MLA', 'mla')} of {plain.base_model_type}"
     numbers = {"cached_numbers": cached, "unpacked_numbers": unpacked, "streamed_numbers": streamed}

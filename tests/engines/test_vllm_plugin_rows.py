@@ -80,7 +80,7 @@ def test_no_layer_waits_for_the_device(name, answers):
     # Queries of models whose keys can be rotated as heads have a way of their own.
     latent = {"rows": ("QuantizedLatent", "Latent"), "head_rows": ("QuantizedLatent",)}
     kinds = latent.get(name.partition("_")[2].removeprefix("predicted_"), ("LowRank",))
-    in_cpp = () if kinds == ("LowRank",) else ("LatentRows._over_rows",)
+    in_cpp = ("QuantizedLowRankAttention._over_rows",) if kinds == ("LowRank",) else ("LatentRows._over_rows",)
     assert calls.keys() == {*(f"{kind}Attention.forward" for kind in kinds), "VectorImpl.forward", *in_cpp}
     assert min(calls.values()) > NEW_TOKENS
 

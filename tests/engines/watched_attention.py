@@ -22,7 +22,7 @@ def watch() -> Counter[str]:
     from surgery_vllm.heads import SplitAttention
     from surgery_vllm.heads_backend import PagedHeadsImpl
     from surgery_vllm.latent_rows import LatentRows
-    from surgery_vllm.low_rank import LowRankAttention
+    from surgery_vllm.low_rank import LowRankAttention, QuantizedLowRankAttention
     from surgery_vllm.vector_cache import VectorImpl
 
     if backend.has_triton() and backend.interpreted():
@@ -53,7 +53,8 @@ def watch() -> Counter[str]:
         VectorImpl,
     ):
         owner.forward = watched(owner.forward)
-    LatentRows._over_rows = watched(LatentRows._over_rows)
+    for owner in (LatentRows, QuantizedLowRankAttention):
+        owner._over_rows = watched(owner._over_rows)
     dispatch = plan._Starter._dispatch
 
     def counted(starter: plan._Starter, *arguments) -> None:
