@@ -55,9 +55,10 @@ class LowRankAttention(nn.Module):
         self.key_up = self._ups([len(block.keys) for block in blocks])
         self.value_up = self._ups([len(block.values) for block in blocks])
         # Index of each head in the output of the up-projections.
-        for name in ("keys", "values"):
-            order = _order([head for block in blocks for head in getattr(block, name)])
-            self.register_buffer(f"order_of_{name}", order, persistent=False)
+        heads_of = ([block.keys for block in blocks], [block.values for block in blocks])
+        self.orders = [_order(list(chain.from_iterable(heads))) for heads in heads_of]
+        for name, order in zip(("keys", "values"), self.orders, strict=True):
+            self.register_buffer(f"order_of_{name}", torch.tensor(order), persistent=False)
         kv_width = config.num_key_value_heads * self.head_dim
         self.key_bias, self.value_bias = (
             nn.Parameter(torch.empty(kv_width), requires_grad=False) if bias or entry.has_bias else None
@@ -192,8 +193,8 @@ class QuantizedLowRankAttention(LowRankAttention):
         """Return the up-projections of keys for the kernel, the latents of every head, and those of values."""
         spans = [(end - width, width) for end, width in zip(accumulate(self.widths), self.widths, strict=True)]
         (key_up, keys), (value_up, values) = (
-            stacked_heads({int(number): up for number, up in ups.items()}, spans, order.tolist(), self.head_dim)
-            for ups, order in ((self.key_up, self.order_of_keys), (self.value_up, self.order_of_values))
+            stacked_heads({int(number): up for number, up in ups.items()}, spans, order, self.head_dim)
+            for ups, order in zip((self.key_up, self.value_up), self.orders, strict=True)
         )
         return transposed_keys(key_up), [(*key, *value) for key, value in zip(keys, values, strict=True)], value_up
 
@@ -214,6 +215,6 @@ def rotation_of(rotary: nn.Module, dim: int) -> tuple[Tensor, Tensor] | None:
     return within, torch.stack((cos, sin))[:, ::STEP].contiguous()
 
 
-def _order(heads: list[int]) -> Tensor:
+def _order(heads: list[int]) -> list[int]:
     """Return the index of every head, ascending, in a list of heads."""
-    return torch.tensor(sorted(range(len(heads)), key=heads.__getitem__))
+    return sorted(range(len(heads)), key=heads.__getitem__)
