@@ -71,6 +71,7 @@ CASES = {
     "budget too small": (lambda folder: None, {"kv_ratio": 0.01, "rope_dim": None}, "raise kv_ratio"),
     "budget too large": (lambda folder: None, {"kv_ratio": None, "kv_lora_rank": 64, "rope_dim": 8}, "are not fewer"),
     "rope too wide": (lambda folder: None, {"rope_dim": 64}, "not possible|budget"),
+    "values of a stock class": (lambda folder: None, {"predict_values": True}, "pass --bits auto"),
     "absent text": (lambda folder: None, {"calibration": "nowhere.txt"}, "nowhere.txt"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), {}, "tokenizer"),
 }

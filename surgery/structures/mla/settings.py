@@ -104,6 +104,10 @@ class ConvertSettings(RowSettings):
             self._check_engine()
         if self.sinks and self.bits is None:
             raise SurgeryError("sinks need a quantized cache: pass --bits auto too", setting="sinks")
+        if self.predict_values is not None and self.bits is None and not self.is_open:
+            raise SurgeryError(
+                "predict_values is for caches in bits: pass --bits auto, or drop it", setting="predict_values"
+            )
         if self.allocate == "spectrum":
             if self.carrier == "stock":
                 raise SurgeryError(

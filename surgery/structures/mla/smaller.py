@@ -43,6 +43,7 @@ TAKEN = {
     "allocate": (("auto", "uniform"), "its class has one rank for all layers"),
     "keep_layers": ((AUTO, NONE), "its class has one rank for all layers"),
     "bits": ((None,), "quantized rows of its latents are not supported yet"),
+    "predict_values": ((None,), "quantized rows of its latents are not supported yet"),
     "carrier": (("auto", "stock"), "it keeps its class"),
     "freqfold": ((None,), "its rotary dimensions stay"),
 }
