@@ -1,4 +1,4 @@
-"""Surgery: rewrites the attention of pretrained language models so that the KV cache becomes 2-15x smaller.
+"""Surgery: rewrites the attention of pretrained language models so that the KV cache becomes 2-24x smaller.
 
 Importing the package lets ``AutoModelForCausalLM`` load converted checkpoints without importing torch or transformers:
 the custom model class is registered once transformers' auto classes are imported.

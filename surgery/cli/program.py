@@ -55,7 +55,7 @@ class Program(CommandGroup):
 
 app = typer.Typer(
     name="surgery",
-    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-15x smaller.",
+    help="Rewrites the attention of pretrained language models so that the KV cache becomes 2-24x smaller.",
     epilog="Without a model: `surgery demo`. With one: `surgery inspect CKPT`. `surgery COMMAND --help` has examples.",
     no_args_is_help=True,
     cls=Program,
