@@ -16,6 +16,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
+from surgery.kernels.mla_decode.packed_operator import over_values
 from surgery.model.head_pairs import HeadPairs
 from surgery.model.latent_entry import LatentEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
@@ -96,10 +97,7 @@ class LatentAttention(nn.Module):
 
     def _over_values(self, query: Tensor) -> Tensor:
         """Insert zeros into [..., r + ρ] for the channels [..., v + ρ] that are read for values only."""
-        if (added := self.latent.value_width - self.latent.kv_lora_rank) == 0:
-            return query
-        content, rope = query.split((self.latent.kv_lora_rank, self.latent.rope_dim), dim=-1)
-        return torch.cat((content, query.new_zeros(*query.shape[:-1], added), rope), dim=-1)
+        return over_values(query, self.latent.rope_dim, self.latent.value_width - self.latent.kv_lora_rank)
 
     def _queries(self, hidden_states: Tensor) -> Tensor:
         """Compute unrotated queries [T, H, d]."""
@@ -200,7 +198,8 @@ class QuantizedLatentAttention(LatentAttention):
         return torch.einsum("tgqr,gvr->tgqv", out, value_up).flatten(1, 2)
 
     def _cache(self, config: Any, attend: Attend, **settings: Any) -> LatentRows:
-        self.quantizer, self.kv_heads = RowQuantizer.of(self.latent), config.num_key_value_heads
+        self.quantizer = RowQuantizer(self.latent.format, self.latent.correcting)
+        self.kv_heads = config.num_key_value_heads
         attend = partial(self._attend, attend_latents=attend)
         settings |= {"attend": attend, "in_latents": self._in_latents}
         return LatentRows(config, self.quantizer, self.inv_freq, **settings)

@@ -17,11 +17,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.models.utils import extract_layer_index
 
-from surgery.model.blockwise_rows import MOST_QUERIES
 from surgery_vllm.backend import PagedMetadata
 from surgery_vllm.rows import RowCache
 from surgery_vllm.spans import Span
-from surgery_vllm.steps import logged, refusal_of_cpu_kernels
 from surgery_vllm.vector_cache import VectorCache
 
 
@@ -53,7 +51,7 @@ class CascadeRows(CascadeCache, RowCache):
 
     Args:
         shared_down: predicts the layer's latents [T, r] from the dequantized ones of earlier layers [T, s].
-        over_rows: computes outputs [B·T, H, d] of queries [B·T, H, d] of a span by the C++ kernel, from the caches that
+        decode: computes outputs [B·T, H, d] of queries [B·T, H, d] of a span by the C++ kernel, from the caches that
             are read, their rows and first tokens; None if the kernel does not support the layer.
     """
 
@@ -61,28 +59,22 @@ class CascadeRows(CascadeCache, RowCache):
         self,
         *arguments: Any,
         shared_down: Callable[[Tensor], Tensor] | None,
-        over_rows: Callable[..., Tensor] | None,
+        decode: Callable[..., Tensor] | None,
         **settings: Any,
     ):
         super().__init__(*arguments, **settings)
-        self.shared_down = shared_down
-        is_cpu = get_current_vllm_config().device_config.device_type == "cpu"
-        has_kernel = is_cpu and over_rows is not None and logged(refusal_of_cpu_kernels()) is None
-        self.over_rows = over_rows if has_kernel else None
+        self.shared_down, self.decode, self.caches = shared_down, decode, (*self.earlier, self)
+        self.in_cpp = decode is not None and self.has_cpp()
 
-    def outputs(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the spans of a batch and their outputs; on a CPU, few queries of a request read its packed rows."""
-        caches = (*self.earlier, self)
-        for span, of_first in self.spans(metadata):
-            queries = query[span.tokens]
-            if self.over_rows is not None and span.new <= MOST_QUERIES:
-                rows = [each._rows(kv_cache) for each in caches]
-                exact = [each._exact(of_first.pages) for each in caches] if self.entry.first_tokens else []
-                yield span, self.over_rows(queries, caches, rows, exact, span)
-            else:
-                reads = [each.vectors(*each.packed(kv_cache, span, of_first), span) for each in caches]
-                latents = torch.cat([each.to(self.kv_cache_torch_dtype) for each in reads], dim=-1)
-                yield span, self.attend(queries.to(latents.dtype), latents, span)
+    def over_rows(self, query: Tensor, kv_cache: Tensor, span: Span, of_first: Span) -> Tensor:
+        rows = [each._rows(kv_cache) for each in self.caches]
+        exact = [each._exact(of_first.pages) for each in self.caches] if self.entry.first_tokens else []
+        return self.decode(query, self.caches, rows, exact, span)
+
+    def vectors(self, kv_cache: Tensor, span: Span, of_first: Span) -> Tensor:
+        """Return the latents [B, S, s + r] of a span, the layer's own last, in the model's dtype."""
+        reads = [each.own_vectors(kv_cache, span, of_first) for each in self.caches]
+        return torch.cat([latents.to(self.kv_cache_torch_dtype) for latents in reads], dim=-1)
 
     def write(self, kv_cache: Tensor, vectors: Tensor, metadata: PagedMetadata) -> None:
         """Write the residuals of latents [T, r] of new tokens as rows, and first tokens in full precision as well."""

@@ -4,9 +4,8 @@
 blocks have memory for exactly the cached tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from surgery.kernels.lowrank_decode.reference import rotation_tables
 from surgery.kernels.mla_decode.packed_operator import mla_decode_packed, within_lanes
 from surgery.kernels.pack_rows.operator import pack_rows
 from surgery.kernels.unpack_rows.operator import unpack_rows
-from surgery.model.blockwise_rows import MOST_QUERIES
 from surgery.model.layer_entry import LayerEntry
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery.model.token_quantizer import TokenQuantizer, with_gains
 from surgery_vllm.backend import PagedMetadata
-from surgery_vllm.rows import RowCache
+from surgery_vllm.rows import RowCache, fields_of
 from surgery_vllm.spans import Span
-from surgery_vllm.steps import logged, over_pages, refusal_of_cpu_kernels, refusal_of_kernels
+from surgery_vllm.steps import logged, over_pages, refusal_of_kernels
 
 
 class LatentRows(RowCache):
@@ -46,10 +44,9 @@ class LatentRows(RowCache):
         super().__init__(config, quantizer, inv_freq, **settings)
         self.in_latents = in_latents
         vllm_config = get_current_vllm_config()
-        device, positions = torch.device(vllm_config.device_config.device), vllm_config.model_config.max_model_len
-        self.on_cpu = device.type == "cpu" and not self.layout.unpacked and logged(refusal_of_cpu_kernels()) is None
-        self.fields = fields_of(self.entry)
-        if self.layout.unpacked or self.on_cpu:
+        self.in_cpp = self.has_cpp()
+        if self.layout.unpacked or self.in_cpp:
+            positions = vllm_config.model_config.max_model_len
             self.rotation = rotation_tables(inv_freq, positions) if len(inv_freq) else None
 
     def refusal_of(self, layers: Sequence[LayerEntry], vllm_config: VllmConfig) -> str | None:
@@ -67,23 +64,15 @@ class LatentRows(RowCache):
 
     def pack(self, vectors: Tensor) -> Tensor:
         """Pack values and gains [T, r + ρ + G] into rows [T, bytes], by a kernel if steps run in one."""
-        if not (self.layout.unpacked or self.on_cpu):
+        if not (self.layout.unpacked or self.in_cpp):
             return super().pack(vectors)
         values, gains = vectors.tensor_split([self.entry.format.channels], dim=-1)
-        rows = pack_rows(self.quantizer.corrected(values)[None], self.quantizer.step, self.quantizer.mean, self.fields)[
-            0
-        ]
+        values = self.quantizer.corrected(values)
+        rows = pack_rows(values[None], self.quantizer.step, self.quantizer.mean, self.fields)[0]
         return with_gains(rows, gains) if gains.shape[-1] else rows
 
-    def outputs(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the spans of a batch and their outputs; on a CPU, few queries of a request read its packed rows."""
-        for span, of_first in self.spans(metadata):
-            queries = query[span.tokens]
-            if self.on_cpu and span.new <= MOST_QUERIES:
-                yield span, self.in_latents(queries, partial(self._over_rows, kv_cache, span, of_first))
-            else:
-                vectors = self.vectors(*self.packed(kv_cache, span, of_first), span)
-                yield span, self.attend(queries.to(vectors.dtype), vectors, span)
+    def over_rows(self, query: Tensor, kv_cache: Tensor, span: Span, of_first: Span) -> Tensor:
+        return self.in_latents(query, partial(self._over_rows, kv_cache, span, of_first))
 
     def _over_rows(self, kv_cache: Tensor, span: Span, of_first: Span, query: Tensor) -> Tensor:
         """Compute outputs [B·T, H, v] of rotated queries [B·T, H, v + ρ] over the packed rows of their requests."""
@@ -132,8 +121,3 @@ class LatentRows(RowCache):
             return over_pages(latent_query, latent, rope_key, gain if has_gains else None, self.impl.scale, steps)
 
         return self.in_latents(query, attend)
-
-
-def fields_of(entry: QuantizedLatentEntry) -> tuple[int, ...]:
-    """Return the bit fields of a layer's rows in the flat form that kernels take."""
-    return tuple(chain.from_iterable(entry.format.fields()))

@@ -6,7 +6,7 @@ token in all blocks, s of earlier layers.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -152,7 +152,7 @@ class QuantizedLowRankAttention(LowRankAttention):
             config,
             self.quantizer,
             inv_freq=None,
-            over_rows=None if self.rotation is None else self._over_rows,
+            decode=None if self.rotation is None else self._over_rows,
             shared_down=self.shared_down if entry.shared_layers else None,
             prefix=prefix,
             **settings,
@@ -175,7 +175,7 @@ class QuantizedLowRankAttention(LowRankAttention):
             [each.quantizer.step for each in caches],
             [each.quantizer.mean for each in caches],
             exact,
-            [list(chain.from_iterable(each.entry.format.fields())) for each in caches],
+            [each.fields for each in caches],
             keys,
             ranges,
             self.head_dim**-0.5,
@@ -199,6 +199,7 @@ class QuantizedLowRankAttention(LowRankAttention):
         return transposed_keys(key_up), [(*key, *value) for key, value in zip(keys, values, strict=True)], value_up
 
 
+@cache
 def rotation_of(rotary: nn.Module, dim: int) -> tuple[Tensor, Tensor] | None:
     """Return vLLM's rotations of whole heads [d] as the `rotation_tables` of kernels; None if they are of another kind.
 

@@ -10,6 +10,7 @@ of vLLM's blocks would be neither shared by prefix caching nor freed.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from surgery.model.blockwise_rows import MOST_QUERIES
 from surgery.model.layer_entry import LayerEntry
-from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery_vllm import first_tokens
 from surgery_vllm.backend import PagedMetadata
@@ -28,7 +29,7 @@ from surgery_vllm.paged import gathered, write_slots
 from surgery_vllm.row_layout import RowLayout
 from surgery_vllm.row_values import first_slots, rows_of, values_at, vectors_of
 from surgery_vllm.spans import Span
-from surgery_vllm.steps import StepBackend
+from surgery_vllm.steps import StepBackend, logged, refusal_of_cpu_kernels
 from surgery_vllm.structure import attention_of_layers
 from surgery_vllm.vector_cache import Attend, VectorBackend, VectorCache
 
@@ -41,11 +42,6 @@ vLLM's default of 128 on CPUs serves its own kernels.
 
 class RowQuantizer(TokenQuantizer):
     """Quantizer of a layer with vLLM's weight loading interface."""
-
-    @classmethod
-    def of(cls, entry: QuantizedLatentEntry) -> "RowQuantizer":
-        """Create the quantizer of a latent and a shared key."""
-        return cls(entry.format, entry.kv_lora_rank if entry.predicts_values else 0)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load steps and means.
@@ -110,6 +106,7 @@ class RowCache(PageCache):
         super().__init__(layout, attend, prefix=name, **shared, **settings)
         self.number, self.entry = number, layers[number]
         self.quantizer, self.inv_freq, self.first_dtype = quantizer, inv_freq, dtype
+        self.fields, self.in_cpp = fields_of(self.entry), False
         self.first_name = first if sum(layout.first) else None
         if self.first_name and number == 0:
             self.first = FirstTokens(layout, None, prefix=first, **settings)
@@ -117,6 +114,11 @@ class RowCache(PageCache):
     def refusal_of(self, layers: Sequence[LayerEntry], vllm_config: VllmConfig) -> str | None:
         """Return why no kernel runs the steps of a model's layers; there is none for quantized low-rank layers."""
         return "low rank in bits"
+
+    def has_cpp(self) -> bool:
+        """Return whether steps can run in C++: on a CPU, with the kernels compiled; log why not."""
+        is_cpu = get_current_vllm_config().device_config.device_type == "cpu"
+        return is_cpu and not self.layout.unpacked and logged(refusal_of_cpu_kernels()) is None
 
     def pack(self, vectors: Tensor) -> Tensor:
         """Pack values and gains [T, r + ρ + G] into rows [T, bytes]."""
@@ -130,13 +132,28 @@ class RowCache(PageCache):
             slots = first_slots(first.slot_mapping, self.layout.page, self.entry.first_tokens)
             write_slots(pages, vectors[:, : self.entry.format.channels], slots)
 
-    def read(self, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the spans of a batch and their vectors [B, S, v + ρ + G], shared keys rotated, fp32."""
+    def outputs(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the spans of a batch and their outputs; few queries of a request read its packed rows in C++."""
         for span, of_first in self.spans(metadata):
-            yield span, self.vectors(*self.packed(kv_cache, span, of_first), span)
+            queries = query[span.tokens]
+            if self.in_cpp and span.new <= MOST_QUERIES:
+                yield span, self.over_rows(queries, kv_cache, span, of_first)
+            else:
+                vectors = self.vectors(kv_cache, span, of_first)
+                yield span, self.attend(queries.to(vectors.dtype), vectors, span)
 
-    def vectors(self, rows: Tensor, exact: Tensor | None, span: Span) -> Tensor:
-        """Dequantize what `packed` returns to vectors [B, S, v + ρ + G], shared keys rotated, fp32."""
+    def over_rows(self, query: Tensor, kv_cache: Tensor, span: Span, of_first: Span) -> Tensor:
+        """Compute outputs [B·T, H, ·] of queries [B·T, H, ·] of a span by a C++ kernel; called if `in_cpp`."""
+        raise NotImplementedError
+
+    def vectors(self, kv_cache: Tensor, span: Span, of_first: Span) -> Tensor:
+        """Return the vectors [B, S, ·] of a span that attention reads."""
+        return self.own_vectors(kv_cache, span, of_first)
+
+    def own_vectors(self, kv_cache: Tensor, span: Span, of_first: Span) -> Tensor:
+        """Dequantize the rows of a span to vectors [B, S, v + ρ + G], shared keys rotated, fp32."""
+        rows = gathered(self._rows(kv_cache), span.pages)[:, : span.longest]
+        exact = self._exact(of_first.pages) if self.entry.first_tokens else None
         return vectors_of(rows, self.quantizer, self.inv_freq, exact, span.seq_lens)
 
     def spans(self, metadata: PagedMetadata) -> Iterator[tuple[Span, Span]]:
@@ -144,11 +161,6 @@ class RowCache(PageCache):
         first = self._first()[0] if self.entry.first_tokens else metadata
         # Both KV cache groups divide a batch into the same spans, since their pages hold equally many tokens.
         return zip(metadata.spans, first.spans, strict=True)
-
-    def packed(self, kv_cache: Tensor, span: Span, of_first: Span) -> tuple[Tensor, Tensor | None]:
-        """Return the rows [B, S, bytes] of a span, and its first tokens [B, first, r + ρ] or None."""
-        rows = gathered(self._rows(kv_cache), span.pages)[:, : span.longest]
-        return rows, self._exact(of_first.pages) if self.entry.first_tokens else None
 
     def _exact(self, pages: Tensor) -> Tensor:
         """Return the first tokens [B, first, r + ρ] of requests, by their block table [B, n] of first tokens."""
@@ -172,6 +184,11 @@ class RowCache(PageCache):
         metadata, _, kv_cache, _ = get_attention_context(self.first_name)
         layer = kv_cache.view(len(kv_cache), -1)[:, self.layout.first_of(self.number)]
         return metadata, layer.view(self.first_dtype).unflatten(1, (self.entry.first_tokens, -1))
+
+
+def fields_of(entry: LayerEntry) -> tuple[int, ...]:
+    """Return the bit fields of a layer's rows in the flat form that kernels take."""
+    return tuple(chain.from_iterable(entry.format.fields()))
 
 
 def proposed_block(cache_config: CacheConfig) -> int:

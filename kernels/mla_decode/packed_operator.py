@@ -70,6 +70,14 @@ def mla_decode_packed(
     )  # fmt: skip
 
 
+def over_values(query: Tensor, rope_dim: int, added: int) -> Tensor:
+    """Insert zeros into queries [..., r + ρ] for ``added`` channels after the latent that are read for values only."""
+    if not added:
+        return query
+    content, rope = query.split((query.shape[-1] - rope_dim, rope_dim), dim=-1)
+    return torch.cat((content, query.new_zeros(*query.shape[:-1], added), rope), dim=-1)
+
+
 def _check(call: SimpleNamespace) -> None:
     name, query, rows = "mla_decode_packed", call.query, call.rows
     if query.dim() != 4:

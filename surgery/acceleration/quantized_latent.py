@@ -11,7 +11,7 @@ from surgery.acceleration.latent import why_not_latent
 from surgery.acceleration.low_rank import rotation_of
 from surgery.acceleration.masks import row_bounds
 from surgery.acceleration.steps import is_step
-from surgery.kernels.mla_decode.packed_operator import mla_decode_packed
+from surgery.kernels.mla_decode.packed_operator import mla_decode_packed, over_values
 from surgery.kernels.pack_rows.operator import pack_rows
 from surgery.model.left_padding import LeftPadding
 from surgery.model.quantized_latent_attention import QuantizedLatentAttention
@@ -54,9 +54,7 @@ def quantized_latent_kernel(
         new = with_gains(new, module._key_irms(hidden_states))
     rows, first = layer.update(new, values)
     lengths, starts = row_bounds(mask, len(query), queries, rows.shape[2], query.device)
-    if module.entry.predicts_values:
-        content, rope = query.split((module.kv_lora_rank, module.rope_dim), dim=-1)
-        query = torch.cat((content, torch.zeros_like(rope), rope), dim=-1)
+    query = over_values(query, module.rope_dim, module.entry.value_width - module.kv_lora_rank)
     out, _ = mla_decode_packed(
         query.transpose(1, 2),
         rows[:, 0].view(torch.int16),

@@ -58,60 +58,48 @@ def quantized_low_rank_kernel(
     if module.shares_latents:
         shared[module.layer_idx] = quantizer.decode(rows, latent.dtype)
     layer.update(rows, latent)
-    bounds = row_bounds(mask, len(query), new, layer.get_seq_length(), query.device)
-    attend = _in_cpp if cpu.runs(IN_CPP, query) else _over_memory
-    out = attend(module, query.transpose(1, 2), layers, group, *bounds)
+    lengths, starts = row_bounds(mask, len(query), new, layer.get_seq_length(), query.device)
+    (rotary,), (key_up, value_up, ranges) = module.rotary, stacked_ups(module)
+    query, scale = query.transpose(1, 2), module.scaling * rotary.attention_scaling
+    rotation = rotation_of(rotary, module.config, layer.get_seq_length())
+    reading = {"lengths": lengths, "starts": starts, **reading_of(module)}
+    if cpu.runs(IN_CPP, query):
+        rank = key_up.shape[-1]
+        out = decode_rows(
+            query,
+            [each.keys[:, 0] for each in layers],
+            [each.quantizer.step for each in group],
+            [each.quantizer.mean for each in group],
+            [each.values[:, 0] for each in layers] if layer.first else [],
+            [fields_of(each) for each in group],
+            _keys(module),
+            [(0, rank, 0, rank)] * module.num_kv_heads if ranges is None else ranges,
+            scale,
+            within=rotation[0],
+            begins=rotation[1],
+            exact_starts=first_positions(layer.padding, query.device),
+            **reading,
+        )
+    else:
+        latents = _unpacked(query, layers, group, lengths, starts)
+        out, _ = lowrank_decode(query, latents, key_up, scale, rotation=rotation, ranges=ranges, **reading)
     bias = None if module.value_bias is None else module.value_bias.view(module.num_kv_heads, module.head_dim)
-    return lifted(out.to(query.dtype), stacked_ups(module)[1], bias)
+    return lifted(out.to(query.dtype), value_up, bias)
 
 
-def _in_cpp(
-    module: QuantizedLowRankAttention,
+def _unpacked(
     query: Tensor,
     layers: Sequence[TokenCacheLayer],
     group: Sequence[QuantizedLowRankAttention],
     lengths: Tensor | None,
     starts: Tensor | None,
 ) -> Tensor:
-    """Compute weighted latents [B, T, H, R] of query [B, T, H, d] by the kernel for CPUs."""
-    layer, (rotary,), (key_up, _, ranges) = layers[-1], module.rotary, stacked_ups(module)
-    rank = key_up.shape[-1]
-    ranges = [(0, rank, 0, rank)] * module.num_kv_heads if ranges is None else ranges
-    within, begins = rotation_of(rotary, module.config, layer.get_seq_length())
-    return decode_rows(
-        query,
-        [each.keys[:, 0] for each in layers],
-        [each.quantizer.step for each in group],
-        [each.quantizer.mean for each in group],
-        [each.values[:, 0] for each in layers] if layer.first else [],
-        [fields_of(each) for each in group],
-        _keys(module),
-        ranges,
-        module.scaling * rotary.attention_scaling,
-        within=within,
-        begins=begins,
-        exact_starts=first_positions(layer.padding, query.device),
-        lengths=lengths,
-        starts=starts,
-        **reading_of(module),
-    )
-
-
-def _over_memory(
-    module: QuantizedLowRankAttention,
-    query: Tensor,
-    layers: Sequence[TokenCacheLayer],
-    group: Sequence[QuantizedLowRankAttention],
-    lengths: Tensor | None,
-    starts: Tensor | None,
-) -> Tensor:
-    """Compute weighted latents [B, T, H, R] of query [B, T, H, d] over rows that are unpacked into memory first."""
-    layer, (key_up, _, ranges) = layers[-1], stacked_ups(module)
+    """Unpack the visible rows of the layers of a group into latents [B, S, R] in the dtype of the query."""
     ranks = [each.quantizer.format.channels for each in group]
-    latents = query.new_empty(len(query), layer.keys.shape[2], sum(ranks))
-    for each, member, memory in zip(layers, group, latents.split(ranks, dim=-1), strict=True):
+    latents = query.new_empty(len(query), layers[-1].keys.shape[2], sum(ranks))
+    for layer, member, memory in zip(layers, group, latents.split(ranks, dim=-1), strict=True):
         unpack_rows(
-            each.keys[:, 0].view(torch.int16),
+            layer.keys[:, 0].view(torch.int16),
             member.quantizer.step,
             member.quantizer.mean,
             memory,
@@ -119,13 +107,10 @@ def _over_memory(
             fields=fields_of(member),
             lengths=lengths,
             starts=starts,
-            exact=each.values[:, 0].to(query.dtype) if each.first else None,
-            exact_starts=first_positions(each.padding, query.device),
+            exact=layer.values[:, 0].to(query.dtype) if layer.first else None,
+            exact_starts=first_positions(layer.padding, query.device),
         )
-    reading = {"ranges": ranges, "lengths": lengths, "starts": starts, **reading_of(module)}
-    rotation = rotation_of(module.rotary[0], module.config, layer.get_seq_length())
-    scale = module.scaling * module.rotary[0].attention_scaling
-    return lowrank_decode(query, latents, key_up, scale, rotation=rotation, **reading)[0]
+    return latents
 
 
 def _has_first_tokens(layer: object) -> bool:

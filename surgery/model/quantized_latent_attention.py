@@ -52,7 +52,7 @@ class QuantizedLatentAttention(LatentAttention):
     def __init__(self, stock: nn.Module, entry: QuantizedLatentEntry):
         super().__init__(stock, entry)
         self.entry = entry
-        self.quantizer = TokenQuantizer(entry.format, entry.kv_lora_rank if entry.predicts_values else 0)
+        self.quantizer = TokenQuantizer(entry.format, entry.correcting)
         self.blocks: BlockwiseRows | None = None  # created by the first blockwise step
         self.expansion: tuple[tuple, HeadPairs | None] | None = None  # version of the weights, and their pairs
 

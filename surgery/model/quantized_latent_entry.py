@@ -38,6 +38,11 @@ class QuantizedLatentEntry(LatentEntry):
         return super().value_width + (self.rope_dim if self.predicts_values else 0)
 
     @property
+    def correcting(self) -> int:
+        """Number of channels that make up for the rounding of the others, see `TokenQuantizer`."""
+        return self.kv_lora_rank if self.predicts_values else 0
+
+    @property
     def format(self) -> TokenFormat:
         """Format of a row: latent, then shared key."""
         return TokenFormat((*self.latent_runs, *self.rope_runs))

@@ -71,7 +71,7 @@ def test_keys_predict_values(layer):
 
 
 def test_latents_make_up_for_the_rounding_of_keys(layer):
-    """What is read of values depends on the rounding of the latents alone, up to the fp32 of a quantizer."""
+    """Values are read with the rounding of the latents alone, up to the fp32 of a quantizer."""
     result = converted(layer, ((("8", 12),), (("3+3+2", 4),)), predicts=True)
     values = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)) * 0.1 + result.quantizer.mean
     read = result.quantizer.read(values)
