@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.kv_cache import GROWTH_STEPS, KVUse, measure_kv
+from surgery.eval.kv_cache import KVUse, measure_kv
 from surgery.eval.kv_flow import UpdateWatch, measure_footprint, measure_peak
 from surgery.eval.report.tables import CONTEXTS
 from surgery.eval.session import Session
@@ -17,6 +17,8 @@ from surgery.running.kv_bytes import kv_bytes_of
 
 CHUNK = 256
 """Prompt tokens per forward pass in the measurement of the peak with chunked prefill."""
+STEPS = 1
+"""Tokens decoded after the prompt in the measurements of that peak and of the footprint."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,13 @@ class KVBytesTask:
     native: ClassVar[bool] = True
 
     def settings(self) -> dict[str, Any]:
-        return {"context": self.context, "chunk": CHUNK}
+        return {"context": self.context, "chunk": CHUNK, "steps": STEPS}
 
     def run(self, model: PreTrainedModel, session: Session, kept: Any = None) -> dict[str, Any]:
         return session.processes.from_main(lambda: self._measure(model))
 
     def _measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        steps = min(GROWTH_STEPS, self.context - 1)
-        prompt = self.context - steps
+        prompt = self.context - STEPS
         watch = UpdateWatch()  # records the peak, as in `measure_peak`, during the same pass
         with watch.updates():
             use = measure_kv(model, self.context)
@@ -46,8 +47,8 @@ class KVBytesTask:
             **asdict(use),
             "peak_bytes": watch.peak if watch.held == use.held_bytes else None,
             "chunk": CHUNK,
-            "chunked_peak_bytes": measure_peak(model, prompt, steps, CHUNK),
-            "footprint": measure_footprint(model, prompt, steps),
+            "chunked_peak_bytes": measure_peak(model, prompt, STEPS, CHUNK),
+            "footprint": measure_footprint(model, prompt, STEPS),
             "by_context": by_context(model, use),
         }
 

@@ -35,7 +35,8 @@ class QuantizedLatentEntry(LatentEntry):
 
     @property
     def value_width(self) -> int:
-        return super().value_width + (self.rope_dim if self.predicts_values else 0)
+        # No `super().value_width`: torch.compile cannot read a property of a parent class.
+        return self.kv_lora_rank + (self.rope_dim if self.predicts_values else 0)
 
     @property
     def correcting(self) -> int:

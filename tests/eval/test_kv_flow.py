@@ -5,7 +5,7 @@ from own_models import KINDS, tiny_source
 
 from surgery.eval.kv_cache import GROWTH_STEPS, measure_kv
 from surgery.eval.kv_flow import causal_entries, measure_footprint, measure_peak
-from surgery.eval.tasks.kv_bytes import CHUNK, CONTEXTS, KVBytesTask, by_context
+from surgery.eval.tasks.kv_bytes import CHUNK, CONTEXTS, STEPS, KVBytesTask, by_context
 from surgery.eval.variants.sink_window import sink_window
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -47,8 +47,8 @@ def test_the_task_measures_all_three():
     prompt = 40 - steps
     assert result["held_bytes"] == model.kv_cache_bytes(1, 40)
     assert result["peak_bytes"] == measure_peak(model, prompt, steps)
-    assert result["chunked_peak_bytes"] == measure_peak(model, prompt, steps, CHUNK)
-    assert result["footprint"] == measure_footprint(model, prompt, steps)
+    assert result["chunked_peak_bytes"] == measure_peak(model, 40 - STEPS, STEPS, CHUNK)
+    assert result["footprint"] == measure_footprint(model, 40 - STEPS, STEPS)
     assert list(result["by_context"]) == [str(tokens) for tokens in CONTEXTS]
 
 
