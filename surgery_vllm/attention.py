@@ -1,7 +1,8 @@
 """Multi-head latent attention of the custom model class, built from vLLM's layers.
 
 Formulas and weight names: ``surgery/model/latent_attention.py``. Shapes: T tokens of a batch, H query heads of this
-process, d head_dim, r rank of the latent, ρ width of the rotated key, G gains of a token (with q/k-norm).
+process, d head_dim, r rank of the latent, ρ width of the rotated key, G gains of a token (with q/k-norm: one for each
+KV head of this process).
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import CacheConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.models.utils import AutoWeightsLoader
@@ -19,8 +19,10 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from surgery.kernels.mla_decode.packed_operator import over_values
 from surgery.model.head_pairs import HeadPairs
 from surgery.model.latent_entry import LatentEntry
+from surgery.model.layer_entry import kv_heads_of
 from surgery.model.quantized_latent_entry import QuantizedLatentEntry
 from surgery_vllm.latent_rows import LatentRows
+from surgery_vllm.local_heads import LocalHeads
 from surgery_vllm.paged import causal, latent_attention
 from surgery_vllm.rows import RowQuantizer
 from surgery_vllm.spans import Span
@@ -48,12 +50,9 @@ class LatentAttention(nn.Module):
         prefix: str,
     ):
         super().__init__()
-        world_size, heads = get_tensor_model_parallel_world_size(), config.num_attention_heads
-        if heads % world_size:
-            raise ValueError(f"{heads} query heads must be a multiple of {world_size} tensor-parallel processes")
-        hidden, width = config.hidden_size, latent.kv_lora_rank + latent.rope_dim
-        gains = self.key_gains = latent.key_gains(config)
-        self.heads = heads // world_size
+        heads, hidden, width = config.num_attention_heads, config.hidden_size, latent.kv_lora_rank + latent.rope_dim
+        self.local = LocalHeads.of(heads, kv_heads_of(config))
+        self.heads, self.gains = self.local.count, 0
         self.head_dim = getattr(config, "head_dim", None) or hidden // heads
         self.latent = latent
 
@@ -62,17 +61,16 @@ class LatentAttention(nn.Module):
         self.query_up = nn.Parameter(torch.empty(self.heads, self.head_dim, width), requires_grad=False)
         self.value_up = nn.Parameter(torch.empty(self.heads, self.head_dim, latent.value_width), requires_grad=False)
         self.o_proj = RowParallelLinear(heads * self.head_dim, hidden, bias=bias_o_proj, prefix=f"{prefix}.o_proj")
-        self.gains = None
-        if gains:
+        if latent.key_gains(config):
+            self.gains = self.local.kv_count
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_proj = ReplicatedLinear(hidden, gains * self.head_dim, bias=bias, prefix=f"{prefix}.k_proj")
-            self.gains = self._local_gains(heads // gains)
+            self.k_proj = ReplicatedLinear(hidden, self.gains * self.head_dim, bias=bias, prefix=f"{prefix}.k_proj")
         inv_freq = torch.tensor(latent.rope_inv_freq, dtype=torch.float32)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         scale = self.head_dim**-0.5
         self.attn = self._cache(
             config,
-            attend=partial(latent_attention, rank=latent.value_width, scale=scale, gains=self.gains),
+            attend=partial(latent_attention, rank=latent.value_width, scale=scale),
             num_heads=self.heads,
             head_size=width,
             scale=scale,
@@ -81,8 +79,8 @@ class LatentAttention(nn.Module):
         )
 
     def _cache(self, config: Any, **settings: Any) -> VectorCache:
-        width = self.latent.kv_lora_rank + self.latent.rope_dim + self.key_gains
-        return LatentCache(width, rank=self.latent.kv_lora_rank, gains=self.gains, **settings)
+        width = self.latent.kv_lora_rank + self.latent.rope_dim + self.gains
+        return LatentCache(width, rank=self.latent.kv_lora_rank, **settings)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Compute the output [T, D] of hidden_states [T, D] at positions [T]."""
@@ -102,11 +100,11 @@ class LatentAttention(nn.Module):
     def _queries(self, hidden_states: Tensor) -> Tensor:
         """Compute unrotated queries [T, H, d]."""
         query = self.q_proj(hidden_states)[0].unflatten(-1, (self.heads, self.head_dim))
-        return query if self.gains is None else self.q_norm(query)
+        return self.q_norm(query) if self.gains else query
 
     def _with_gains(self, vectors: Tensor, hidden_states: Tensor) -> Tensor:
         """Append the gains, if any, to vectors [T, r + ρ]."""
-        return vectors if self.gains is None else torch.cat((vectors, self._key_irms(hidden_states)), dim=-1)
+        return torch.cat((vectors, self._key_irms(hidden_states)), dim=-1) if self.gains else vectors
 
     def _key(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the shared keys in vectors [T, r + ρ] by cos and sin [T, ρ/2]."""
@@ -115,27 +113,22 @@ class LatentAttention(nn.Module):
 
     def _key_irms(self, hidden_states: Tensor) -> Tensor:
         """Compute the inverse rms of the source's keys before their norm: [T, D] → [T, G]."""
-        key = self.k_proj(hidden_states)[0].unflatten(-1, (self.key_gains, self.head_dim)).float()
+        key = self.k_proj(hidden_states)[0].unflatten(-1, (self.gains, self.head_dim)).float()
         return torch.rsqrt(key.square().mean(dim=-1) + self.latent.key_norm_eps).to(hidden_states.dtype)
 
-    def _local_gains(self, heads_of_gain: int) -> slice:
-        """Return the slice of the gains for the heads of this process."""
-        if self.heads % heads_of_gain:
-            raise ValueError(f"{self.heads} query heads per process must be a multiple of {heads_of_gain}")
-        count = self.heads // heads_of_gain
-        first = count * get_tensor_model_parallel_rank()
-        return slice(first, first + count)
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the layer's tensors; of up-projections only the heads of this process."""
-        first = self.heads * get_tensor_model_parallel_rank()
-        local = slice(first, first + self.heads)
-        weights = [(name, tensor[local] if name in ("query_up", "value_up") else tensor) for name, tensor in weights]
+        """Load the layer's tensors; of up-projections and of `k_proj` only the heads of this process."""
+        weights = [(name, self._of_this_process(name, tensor)) for name, tensor in weights]
         # The loader would silently drop a bias that the layer does not have.
         unknown = {name for name, _ in weights} - self.state_dict().keys()
         if unknown:
             raise ValueError(f"unexpected attention tensors in the checkpoint: {', '.join(sorted(unknown))}")
         return AutoWeightsLoader(self).load_weights(weights)
+
+    def _of_this_process(self, name: str, tensor: Tensor) -> Tensor:
+        if name in ("query_up", "value_up"):
+            return tensor[self.local.queries]
+        return self.local.of_kv(tensor, self.head_dim) if name.startswith("k_proj.") else tensor
 
 
 class QuantizedLatentAttention(LatentAttention):
@@ -152,7 +145,7 @@ class QuantizedLatentAttention(LatentAttention):
         """Load the layer's tensors, and detect whether its keys can be rotated per head."""
         names = super().load_weights(weights)
         self.order = HeadPairs.of(
-            self.query_up, self.value_up, self.latent.kv_lora_rank, self.kv_heads, list(self.latent.rope_inv_freq)
+            self.query_up, self.value_up, self.latent.kv_lora_rank, self.local.kv_count, list(self.latent.rope_inv_freq)
         )
         return names
 
@@ -181,9 +174,9 @@ class QuantizedLatentAttention(LatentAttention):
         vectors, width = vectors[:, : span.longest].to(up.dtype), up.shape[-1]
         key = torch.einsum("bsc,kdc->bksd", vectors[..., :width], up).contiguous()
         value = torch.einsum("bsr,kvr->bksv", vectors[..., :values], self.value_up[::group_size])
-        if self.gains is not None:
-            gains = vectors[..., width:][..., self.gains].mT.unsqueeze(-1)
-            key = key * gains.repeat_interleave(key.shape[1] // gains.shape[1], dim=1)
+        if self.gains:
+            gains = vectors[..., width:].mT.unsqueeze(-1)
+            key = key * gains.repeat_interleave(key.shape[1] // self.gains, dim=1)
         return causal(query.to(up.dtype), key, value, span, self.head_dim**-0.5)
 
     def _in_latents(self, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
@@ -199,7 +192,6 @@ class QuantizedLatentAttention(LatentAttention):
 
     def _cache(self, config: Any, attend: Attend, **settings: Any) -> LatentRows:
         self.quantizer = RowQuantizer(self.latent.format, self.latent.correcting)
-        self.kv_heads = config.num_key_value_heads
         attend = partial(self._attend, attend_latents=attend)
         settings |= {"attend": attend, "in_latents": self._in_latents}
         return LatentRows(config, self.quantizer, self.inv_freq, **settings)

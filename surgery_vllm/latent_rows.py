@@ -113,11 +113,9 @@ class LatentRows(RowCache):
             rotation=self.rotation,
             exact=exact,
         )
-        gain = rows[..., self.entry.format.row_bytes // 2 :].view(torch.float16)
+        gains = rows[..., self.entry.format.row_bytes // 2 :].view(torch.float16)
 
         def attend(latent_query: Tensor) -> Tensor:
-            latent_query = latent_query.to(latent.dtype)
-            has_gains = gain.shape[-1] > 0
-            return over_pages(latent_query, latent, rope_key, gain if has_gains else None, self.impl.scale, steps)
+            return over_pages(latent_query.to(latent.dtype), latent, rope_key, gains, self.impl.scale, steps)
 
         return self.in_latents(query, attend)

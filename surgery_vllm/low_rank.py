@@ -1,27 +1,30 @@
 """Low-rank attention, which rebuilds keys of all tokens, and in prompts values, at every step: saves memory, not time.
 
 Formulas and weight names: ``surgery/model/low_rank_attention.py`` and ``quantized_low_rank_attention.py``. Shapes: T
-tokens of a batch, S tokens of a request, H query heads, G KV heads, d head_dim, D hidden size, r latent elements of a
-token in all blocks, s of earlier layers.
+tokens of a batch, S tokens of a request, H query heads and G KV heads of this process, d head_dim, D hidden size, r
+latent elements of a token in all blocks, s of earlier layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import CacheConfig, get_current_vllm_config
+from vllm.config import CacheConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from surgery.kernels.lowrank_decode.reference import STEP
 from surgery.kernels.lowrank_decode.rows import decode_rows, lifted, stacked_heads, transposed_keys
+from surgery.model.layer_entry import kv_heads_of
 from surgery.model.low_rank_entry import LowRankEntry
 from surgery.model.quantized_low_rank_entry import QuantizedLowRankEntry
 from surgery_vllm.cascade import CascadeCache, CascadeRows
+from surgery_vllm.local_heads import LocalHeads
 from surgery_vllm.paged import rebuilt_attention
 from surgery_vllm.rows import RowQuantizer
 from surgery_vllm.spans import Span
@@ -41,25 +44,27 @@ class LowRankAttention(nn.Module):
         prefix: str,
     ):
         super().__init__()
-        if get_current_vllm_config().parallel_config.tensor_parallel_size > 1:
-            raise ValueError("model-surgery's plugin serves low rank in one process: leave --tensor-parallel-size out")
-        blocks = entry.blocks
-        hidden, self.heads = config.hidden_size, config.num_attention_heads
-        self.head_dim = getattr(config, "head_dim", None) or hidden // self.heads
-        width = self.heads * self.head_dim
+        blocks, hidden, heads = entry.blocks, config.hidden_size, config.num_attention_heads
+        self.local = LocalHeads.of(heads, kv_heads_of(config))
+        self.heads = self.local.count
+        self.head_dim = getattr(config, "head_dim", None) or hidden // heads
+        width = heads * self.head_dim
         # Only a layer with one block reads latents of earlier layers.
         self.widths = [entry.shared_rank + rank for rank in entry.ranks]
-        self.q_proj = ReplicatedLinear(hidden, width, bias=bias, prefix=f"{prefix}.q_proj")
-        self.o_proj = ReplicatedLinear(width, hidden, bias=bias_o_proj, prefix=f"{prefix}.o_proj")
+        self.q_proj = ColumnParallelLinear(hidden, width, bias=bias, prefix=f"{prefix}.q_proj")
+        self.o_proj = RowParallelLinear(width, hidden, bias=bias_o_proj, prefix=f"{prefix}.o_proj")
         self.kv_down = ReplicatedLinear(hidden, sum(entry.ranks), bias=False, prefix=f"{prefix}.kv_down")
-        self.key_up = self._ups([len(block.keys) for block in blocks])
-        self.value_up = self._ups([len(block.values) for block in blocks])
-        # Index of each head in the output of the up-projections.
-        heads_of = ([block.keys for block in blocks], [block.values for block in blocks])
-        self.orders = [_order(list(chain.from_iterable(heads))) for heads in heads_of]
+        # Rows of the up-projections of all blocks with this process's heads, and index of each head in their output.
+        heads_of = {"key_up": [block.keys for block in blocks], "value_up": [block.values for block in blocks]}
+        local = range(self.local.kv.start, self.local.kv.stop)
+        self.rows = {name: [_rows_of(heads, local) for heads in blocks] for name, blocks in heads_of.items()}
+        self.key_up, self.value_up = (self._ups([len(rows) for rows in each]) for each in self.rows.values())
+        self.orders = [
+            _order([head for head in chain.from_iterable(heads) if head in local]) for heads in heads_of.values()
+        ]
         for name, order in zip(("keys", "values"), self.orders, strict=True):
             self.register_buffer(f"order_of_{name}", torch.tensor(order), persistent=False)
-        kv_width = config.num_key_value_heads * self.head_dim
+        kv_width = self.local.kv_count * self.head_dim
         self.key_bias, self.value_bias = (
             nn.Parameter(torch.empty(kv_width), requires_grad=False) if bias or entry.has_bias else None
             for _ in range(2)
@@ -87,6 +92,17 @@ class LowRankAttention(nn.Module):
             cache_config=cache_config,
             prefix=f"{prefix}.attn",
         )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the layer's tensors; of up-projections and their biases only the heads of this process."""
+        local = ((name, self._of_this_process(name, tensor)) for name, tensor in weights)
+        return AutoWeightsLoader(self).load_weights((name, tensor) for name, tensor in local if len(tensor))
+
+    def _of_this_process(self, name: str, tensor: Tensor) -> Tensor:
+        kind, _, block = name.partition(".")
+        if kind in self.rows:
+            return tensor.unflatten(0, (-1, self.head_dim))[self.rows[kind][int(block)]].flatten(0, 1)
+        return self.local.of_kv(tensor, self.head_dim) if kind in ("key_bias", "value_bias") else tensor
 
     def _cache(self, config: Any, entry: LowRankEntry, **settings: Any) -> CascadeCache:
         return CascadeCache(sum(entry.ranks), **settings)
@@ -214,6 +230,11 @@ def rotation_of(rotary: nn.Module, dim: int) -> tuple[Tensor, Tensor] | None:
         return None
     within = torch.nn.functional.pad(torch.stack((cos, sin))[:, :STEP], (0, 0, 0, max(STEP - len(cos), 0)))
     return within, torch.stack((cos, sin))[:, ::STEP].contiguous()
+
+
+def _rows_of(heads: Sequence[int], local: range) -> list[int]:
+    """Return the indices of a process's heads in the list of a block's heads."""
+    return [index for index, head in enumerate(heads) if head in local]
 
 
 def _order(heads: list[int]) -> list[int]:

@@ -42,27 +42,24 @@ def read_slots(cache: Tensor, slots: Tensor) -> Tensor:
     return cache[slots // cache.shape[1], slots % cache.shape[1]]
 
 
-def latent_attention(
-    query: Tensor, vectors: Tensor, span: Span, rank: int, scale: float, gains: slice | None = None
-) -> Tensor:
+def latent_attention(query: Tensor, vectors: Tensor, span: Span, rank: int, scale: float) -> Tensor:
     """Compute causal attention of the new tokens of a span's requests over the latents of all their tokens.
 
     Args:
         query: [B·T, H, r + ρ], queries in latent space of the T new tokens of each of B requests, request by request.
         vectors: [B, S, r + ρ (+ G)], latents, rotated keys and gains of the first S tokens, new ones included;
-            arbitrary after the end of a request.
+            arbitrary after the end of a request. Gains scale the scores, one per group of adjacent heads.
         span: the requests.
         rank: r.
         scale: attention scale.
-        gains: slice of the G gains that scale the scores, one per group of adjacent heads; None without gains.
 
     Returns:
         [B·T, H, r], the attention-weighted latents.
     """
     vectors = vectors.unsqueeze(1)  # [B, 1, S, r + ρ (+ G)]
-    keys = vectors[..., : query.shape[-1]]
-    if gains is not None:
-        keys = keys * vectors[..., query.shape[-1] :][..., gains].transpose(1, 3)  # [B, G, S, r + ρ]
+    keys, gains = vectors.tensor_split([query.shape[-1]], dim=-1)
+    if gains.shape[-1]:
+        keys = keys * gains.transpose(1, 3)  # [B, G, S, r + ρ]
     return causal(query, keys, vectors[..., :rank], span, scale)
 
 

@@ -17,9 +17,13 @@ ALIGNED = 16
 """Alignment in bytes of vectorized loads on GPUs."""
 
 
-def row_bytes(entry: LayerEntry, config: Any) -> int:
-    """Return the bytes of a token's row; elements of a token beyond the packed channels are gains of a key norm."""
-    return entry.format.row_bytes + GAIN_BYTES * (entry.width(config) - entry.format.channels)
+def row_bytes(entry: LayerEntry, config: Any, processes: int = 1) -> int:
+    """Return the bytes of a token's row; elements of a token beyond the packed channels are gains of a key norm.
+
+    Each of several tensor-parallel processes has the gains of its KV heads, at least one.
+    """
+    gains = entry.width(config) - entry.format.channels
+    return entry.format.row_bytes + GAIN_BYTES * (max(1, gains // processes) if gains else 0)
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,19 @@ class RowLayout:
 
     @classmethod
     def of(
-        cls, layers: Sequence[LayerEntry], config: Any, number_bytes: int, block_size: int, unpacked: int = 0
+        cls,
+        layers: Sequence[LayerEntry],
+        config: Any,
+        number_bytes: int,
+        block_size: int,
+        unpacked: int = 0,
+        processes: int = 1,
     ) -> "RowLayout":
         """Choose the block size: the smallest multiple of vLLM's that holds the first tokens of all layers.
 
-        Tokens are not unpacked if their memory would not be aligned to `ALIGNED` bytes.
+        Tokens are not unpacked if their memory would not be aligned to `ALIGNED` bytes. `processes` divide the heads.
         """
-        rows = tuple(row_bytes(entry, config) for entry in layers)
+        rows = tuple(row_bytes(entry, config, processes) for entry in layers)
         first = tuple(entry.first_tokens * entry.format.channels * number_bytes for entry in layers)
         page = max(-(-sum(first) // sum(rows)), *(entry.first_tokens for entry in layers), 1)
         page = block_size * -(-page // block_size)

@@ -97,7 +97,8 @@ class RowCache(PageCache):
         is_unpacked = self.refusal_of(layers, vllm_config) is None
         unpacked = max(each.value_width + each.rope_dim for each in layers) if is_unpacked else 0
         block = proposed_block(vllm_config.cache_config)
-        layout = RowLayout.of(layers, config, dtype.itemsize, block, unpacked * dtype.itemsize)
+        processes = vllm_config.parallel_config.tensor_parallel_size
+        layout = RowLayout.of(layers, config, dtype.itemsize, block, unpacked * dtype.itemsize, processes)
         settings["backend"] = StepBackend if layout.unpacked else VectorBackend
         name = settings.pop("prefix")
         number = extract_layer_index(name)
@@ -198,13 +199,13 @@ def proposed_block(cache_config: CacheConfig) -> int:
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Refuse settings of vLLM with several processes or without the hybrid KV cache manager.
+    """Refuse settings of vLLM with pipeline stages or without the hybrid KV cache manager.
 
     Raises:
         ValueError: names the setting to change.
     """
-    if vllm_config.parallel_config.world_size > 1:
-        raise ValueError("model-surgery's plugin serves layers in bits in one process: leave parallel sizes at 1")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError("layers in bits share pages of memory: leave --pipeline-parallel-size out")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise ValueError(
             "layers in bits need vLLM's hybrid KV cache manager: leave out --disable-hybrid-kv-cache-manager"

@@ -58,26 +58,22 @@ class LatentCache(VectorCache):
 
     Args:
         rank: r.
-        gains: slice of the gains for the heads of this process, see `latent_attention`; None without gains.
     """
 
-    def __init__(self, *arguments: Any, rank: int, gains: slice | None, **settings: Any):
+    def __init__(self, *arguments: Any, rank: int, **settings: Any):
         super().__init__(*arguments, backend=StepBackend, **settings)
-        self.rank, self.gains = rank, gains
+        self.rank = rank
 
     def step(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata) -> Tensor:
         """Compute attention-weighted latents [B, H, r] of queries [B, H, r + ρ] in latent space."""
         vectors, width = kv_cache[:, 0], query.shape[-1]
-        gain = None if self.gains is None else vectors[..., width:][..., self.gains]
-        latent, rope_key = vectors[..., : self.rank], vectors[..., self.rank : width]
-        return over_pages(query.to(vectors.dtype), latent, rope_key, gain, self.impl.scale, metadata.steps)
+        latent, rope_key, gains = vectors.tensor_split([self.rank, width], dim=-1)
+        return over_pages(query.to(vectors.dtype), latent, rope_key, gains, self.impl.scale, metadata.steps)
 
 
-def over_pages(
-    query: Tensor, latent: Tensor, rope_key: Tensor, key_gain: Tensor | None, scale: float, steps: Steps
-) -> Tensor:
+def over_pages(query: Tensor, latent: Tensor, rope_key: Tensor, gains: Tensor, scale: float, steps: Steps) -> Tensor:
     """Run `mla_decode`: queries [B, H, r + ρ], pages [P, tokens of a page, r], [·, ·, ρ] and [·, ·, G] → [B, H, r]."""
-    pages, lengths = steps.pages, steps.lengths
+    pages, lengths, key_gain = steps.pages, steps.lengths, gains if gains.shape[-1] else None
     out, _ = mla_decode(query[:, None], latent, rope_key, scale, lengths=lengths, pages=pages, key_gain=key_gain)
     return out[:, 0]
 
