@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import written_models
+from transformers.cache_utils import DynamicLayer
 
 from surgery.acceleration.accelerate import Acceleration
 from surgery.bench import models as bench_models
@@ -101,6 +102,20 @@ def test_further_folders_are_compared_with_the_first(tmp_path, tiny):
     rows = measure_decoding(folders, DecodeSettings((8,), (1,), kernels=(False,)), CPU)["rows"]
     assert [(row["model"], row["kind"]) for row in rows] == [("ckpt", "source"), ("other", "checkpoint")]
     assert rows[1]["times_source"] == rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"]
+
+
+def test_caches_that_grow_are_filled_by_the_model(tiny):
+    """Others have a slot for the newest token from the start."""
+    model = bench_models.random_model(tiny, CPU)
+    cache = filled_cache(model, 1, 12, CPU, growing=True)
+    assert cache.get_seq_length() == 12 and all(type(layer) is DynamicLayer for layer in cache.layers)
+    steady, growing = (
+        measure_decoding(["tiny"], DecodeSettings((12,), (1,), structures=(), kernels=(False,), growing=each), CPU)
+        for each in (False, True)
+    )
+    tokens = cache_bytes(cache) // 12
+    assert (growing["rows"][0]["cache_bytes"], steady["rows"][0]["cache_bytes"]) == (12 * tokens, 13 * tokens)
+    assert growing["cache"] != steady["cache"]
 
 
 def test_kernels_that_refuse_are_a_row_with_the_reason(monkeypatch):

@@ -65,17 +65,21 @@ class SteadyRows(TokenCacheLayer):
 
 
 @torch.no_grad()
-def filled_cache(model, batch: int, context: int, device: torch.device, steps: int = 0) -> Any:
+def filled_cache(
+    model, batch: int, context: int, device: torch.device, steps: int = 0, *, growing: bool = False
+) -> Any:
     """Return a model's cache with `context` random tokens in each of `batch` rows.
 
     Plain keys and values and packed rows are filled with random values, without a forward pass, and do not grow: see
     :class:`SteadyLayer`. Every other cache (quantized values, windows, latents shared by layers) is filled by a prefill
-    of random tokens and grows with every step, in memory reserved for `steps` steps.
+    of random tokens and grows with every step, in memory reserved for `steps` steps. With `growing` every cache does,
+    as in `generate`, without reserved memory.
     """
-    if is_steady(model, device):
+    if not growing and is_steady(model, device):
         return _steady_cache(model, batch, context, device)
     generator = torch.Generator(device=device).manual_seed(0)
-    cache = model.reserved_cache(context + steps) if hasattr(model, "reserved_cache") else None
+    reserves = not growing and hasattr(model, "reserved_cache")
+    cache = model.reserved_cache(context + steps) if reserves else None
     for first in range(0, context, CHUNK):
         length = min(CHUNK, context - first)
         tokens = torch.randint(model.config.vocab_size, (batch, length), device=device, generator=generator)

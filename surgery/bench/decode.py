@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class DecodeSettings:
         structures: conversion targets for named shapes.
         kernels: variants to measure in turn: without (False) and with (True) Triton kernels.
         seconds: time limit after which no further measurement starts.
+        growing: whether caches grow with every step, as in `generate`.
     """
 
     contexts: tuple[int, ...]
@@ -75,6 +77,7 @@ class DecodeSettings:
     kernels: tuple[bool, ...] = (False, True)
     seconds: float = float("inf")
     dtype: str = "auto"
+    growing: bool = False
 
 
 def subjects(names: Sequence[str], settings: DecodeSettings) -> Iterator[Subject]:
@@ -120,7 +123,9 @@ def measure_decoding(
         "command": command,
         "device": device_facts(device),
         "versions": {**versions(), "transformers": transformers.__version__},
-        "cache": "random values or tokens at the full context; plain caches and packed rows stay at that length",
+        "cache": "random tokens; grows with every step"
+        if settings.growing
+        else "random values or tokens at the full context; plain caches and packed rows stay at that length",
         "note": None if device.type == "cuda" else "measured on a CPU; not representative of a GPU",
         "rows": [],
     }
@@ -160,12 +165,11 @@ def _rows(
                 return
             common |= {"layers": sorted(set(acceleration.layers)), "logit_error": acceleration.error}
         for context in settings.contexts:
-            batches: set[int] = set()
+            at, batches = {**common, "context": context}, set()
             for batch in settings.batches:
                 if time.monotonic() - began > settings.seconds:
                     return
-                at = {**common, "context": context}
-                row = _row(model, at, batch, device, batches)
+                row = _row(model, at, batch, device, batches, settings.growing)
                 if row is not None:
                     yield row
     except (ImportError, SurgeryError, ValueError) as error:
@@ -175,12 +179,14 @@ def _rows(
         free_memory()
 
 
-def _row(model: Any, common: dict, requested: int | None, device: torch.device, batches: set[int]) -> dict | None:
+def _row(
+    model: Any, common: dict, requested: int | None, device: torch.device, batches: set[int], growing: bool
+) -> dict | None:
     """Measure one batch size, the largest that fits for None; return None if it was measured already."""
     batch = requested or _largest(model, common["context"], device)
     while batch not in batches:
         batches.add(batch)
-        measurement = unless_out_of_memory(lambda batch=batch: _measure(model, batch, common["context"], device))
+        measurement = unless_out_of_memory(partial(_measure, model, batch, common["context"], device, growing))
         free_memory()
         if not isinstance(measurement, OutOfMemory):
             return {**common, "batch": batch, "largest": requested is None, **measurement}
@@ -199,10 +205,10 @@ def _largest(model: Any, context: int, device: torch.device) -> int:
     return int(min(max(USABLE * free / row, 1), MOST_ROWS))
 
 
-def _measure(model: Any, batch: int, context: int, device: torch.device) -> dict:
+def _measure(model: Any, batch: int, context: int, device: torch.device, growing: bool) -> dict:
     # Memory for two warm-up steps and the timed ones.
-    steady = is_steady(model, device)
-    cache = filled_cache(model, batch, context, device, 2 + REPEATS * STEPS)
+    steady = not growing and is_steady(model, device)
+    cache = filled_cache(model, batch, context, device, 2 + REPEATS * STEPS, growing=growing)
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     position = torch.full((batch, 1), context, dtype=torch.long, device=device)
     where = {"position_ids": position} if steady else {}  # a growing cache tracks positions itself

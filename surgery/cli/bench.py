@@ -71,6 +71,9 @@ def bench_decode(
     batches: Annotated[str, option("--batches", "SIZES", "Sequences at a time; max is as many as fit.")] = "1,8,max",
     kernels: Annotated[str, option("--kernels", "WORD", "stock, ours (accelerated), or both.")] = "both",
     dtype: Annotated[str, option("--dtype", "NAME", "Dtype of folders' weights; auto for the checkpoint's.")] = "auto",
+    growing: Annotated[
+        bool, flag("--growing", "Caches grow with every step, as in `generate`, which copies plain keys and values.")
+    ] = False,
     limit: LimitOption = None,
     out: OutOption = Path("surgery-bench"),
     overwrite: OverwriteOption = False,
@@ -79,8 +82,8 @@ def bench_decode(
 ) -> None:
     """Measure decoding of whole models, source and converted, with and without this package's kernels.
 
-    Shapes get random weights. Caches are filled with random values up to the context, without a prefill. Of several
-    folders the first is the source of the others.
+    Shapes get random weights. Caches are filled with random values up to the context, without a prefill, and stay at
+    that length. Of several folders the first is the source of the others.
 
     Examples:
 
@@ -114,6 +117,7 @@ def bench_decode(
         KERNELS[kernels],
         float("inf") if limit is None else limit,
         dtype,
+        growing,
     )
     record = measure_decoding(
         models, settings, checked_device(device or "auto"), out=path, command=command_line(), say=_say
