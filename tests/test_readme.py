@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 REPORTS = ["testbed", "testbed/heads-128", "smollm2"]
-REPORTS += [f"smollm2/{name}" for name in ("rows", "rows-8k", "rows-recall", "healing", "structures")]
+REPORTS += [f"smollm2/{name}" for name in ("rows", "rows-code", "rows-8k", "rows-recall", "healing", "structures")]
 
 
 def table_of_the_report(name: str, output: tuple[str, ...]) -> dict[str, list[str]]:

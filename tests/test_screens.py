@@ -186,17 +186,17 @@ def test_long_windows_are_compared_by_the_bytes_at_their_length():
     """A residual window weighs a quarter of what it does at 1k, so a rival is smaller here that is larger there."""
     report = read_report(ROOT / "docs" / "smollm2" / "rows-8k")
     rows = {row["name"]: row for row in report["rows"]}
-    mla, rival = rows["mla-4"], rows["kvarn_k4v2_g128"]
-    assert compared_context(report) == 8192 and rival["kv"]["ratio"] > mla["kv"]["ratio"]
-    assert compared_share(rival, report) < compared_share(mla, report) < mla["kv"]["ratio"]
-    line = next(line for line in verdict(report) if line.startswith("mla-4: "))
+    heads, rival = rows["quantized-4"], rows["kvarn_k4v2_g128"]
+    assert compared_context(report) == 8192 and rival["kv"]["ratio"] > heads["kv"]["ratio"]
+    assert compared_share(rival, report) < compared_share(heads, report) < heads["kv"]["ratio"]
+    line = next(line for line in verdict(report) if line.startswith("quantized-4: "))
     assert "no larger, kvarn_k4v2_g128" in line and "8,192" in line
     drawn = {point.row["name"]: point.x for point in pareto._points(report, "loss")}
     assert drawn["kvarn_k4v2_g128"] == compared_share(rival, report) and drawn["source"] == 1
     del rival["kv"]["by_context"]
     assert compared_share(rival, report) == rival["kv"]["ratio"]
     report["tasks"]["loss"]["length"] = 1024
-    assert compared_context(report) is None and compared_share(mla, report) == mla["kv"]["ratio"]
+    assert compared_context(report) is None and compared_share(heads, report) == heads["kv"]["ratio"]
 
 
 def test_a_healing_is_told_against_what_it_began_with_and_the_source():

@@ -60,15 +60,12 @@ def hook(report: dict[str, Any], recall_report: dict[str, Any]) -> str:
     for name, command in ANSWERS.items():
         healing = rows[name]["conversion"]["healing"]
         trained = f", trained on {healing['tokens']:,} tokens in {duration(healing['seconds'])}" if healing else ""
-        recall = f", planted keys found {recall_of('source')} → {recall_of(name)}" if name in recall_rows else ""
+        recall = f", keys found {recall_of('source')} → {recall_of(name)}" if name in recall_rows else ""
         sentences.append(
             f"`{name}` (`{command}`{trained}) keeps {text_of('kv_ratio', name)} of the KV bytes: perplexity "
             f"{text_of('perplexity', 'source')} → {text_of('perplexity', name)}{recall}."
         )
     sentences.append("Nothing was trained." if "trained" not in " ".join(sentences) else "Nothing else was trained.")
-    if recall_rows.keys() & ANSWERS.keys():
-        prompts = recall_report["settings"]["recall_prompts"]
-        sentences.append(f"Keys: {prompts} ([report](docs/smollm2/rows-recall/report.md)).")
     return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
