@@ -46,7 +46,7 @@ class DemoModel:
 
 DEMO_MODELS = {
     BUILTIN: DemoModel(calibration_tokens=8192, heal_steps=56),
-    SMOLLM2: DemoModel("What is a cache, and what is it good for?", calibration_tokens=8192, heal_steps=48),
+    SMOLLM2: DemoModel("What is a cache, and what is it good for?"),
 }
 
 
