@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 
@@ -23,8 +24,11 @@ class LocalHeads:
         """Return this process's share of a layer's heads.
 
         Raises:
-            ValueError: the heads cannot be divided.
+            ValueError: the heads cannot be divided, or processes are to cache different tokens.
         """
+        parallel = get_current_vllm_config().parallel_config
+        if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+            raise ValueError("every process caches the latents of all tokens: leave context parallel sizes at 1")
         processes, sharing = get_tensor_model_parallel_world_size(), heads // kv_heads
         count = heads // processes
         if heads % processes or (count % sharing and sharing % count):

@@ -57,10 +57,11 @@ class LowRankAttention(nn.Module):
         # Rows of the up-projections of all blocks with this process's heads, and index of each head in their output.
         heads_of = {"key_up": [block.keys for block in blocks], "value_up": [block.values for block in blocks]}
         local = range(self.local.kv.start, self.local.kv.stop)
-        self.rows = {name: [_rows_of(heads, local) for heads in blocks] for name, blocks in heads_of.items()}
+        self.rows = {name: [_rows_of(each, local) for each in of_blocks] for name, of_blocks in heads_of.items()}
         self.key_up, self.value_up = (self._ups([len(rows) for rows in each]) for each in self.rows.values())
         self.orders = [
-            _order([head for head in chain.from_iterable(heads) if head in local]) for heads in heads_of.values()
+            _order([head for head in chain.from_iterable(of_blocks) if head in local])
+            for of_blocks in heads_of.values()
         ]
         for name, order in zip(("keys", "values"), self.orders, strict=True):
             self.register_buffer(f"order_of_{name}", torch.tensor(order), persistent=False)

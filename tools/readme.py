@@ -53,17 +53,17 @@ def hook(report: dict[str, Any], recall_report: dict[str, Any]) -> str:
     def text_of(key: str, name: str) -> str:
         return columns_by_key[key].text(rows[name], report)
 
-    def recall_of(name: str) -> str:
-        return f"{recall_rows[name]['results']['recall']['accuracy']:.0%}"
+    def found(name: str) -> int:
+        return sum(recall_rows[name]["results"]["recall"]["hits"])
 
-    sentences = []
+    sentences, prompts = [], recall_report["settings"]["recall_prompts"]
     for name, command in ANSWERS.items():
         healing = rows[name]["conversion"]["healing"]
         trained = f", trained on {healing['tokens']:,} tokens in {duration(healing['seconds'])}" if healing else ""
-        recall = f", keys found {recall_of('source')} → {recall_of(name)}" if name in recall_rows else ""
+        keys = f", {found('source')} → {found(name)} of {prompts} keys found" if name in recall_rows else ""
         sentences.append(
             f"`{name}` (`{command}`{trained}) keeps {text_of('kv_ratio', name)} of the KV bytes: perplexity "
-            f"{text_of('perplexity', 'source')} → {text_of('perplexity', name)}{recall}."
+            f"{text_of('perplexity', 'source')} → {text_of('perplexity', name)}{keys}."
         )
     sentences.append("Nothing was trained." if "trained" not in " ".join(sentences) else "Nothing else was trained.")
     return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
@@ -80,8 +80,8 @@ def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
         f"live cache ({report['created'][:10]}), those at 8k computed. Rows in code font, the source and its "
         "conversions, keep the first 4 tokens in full precision on top. The others are "
         "[caches of engines](docs/research/engine-caches.md); oscar_int2 and kvarn are our readings of their papers. "
-        "Intervals and KL: "
-        "[report](docs/smollm2/rows/report.md), [long windows](docs/smollm2/rows-8k/report.md)."
+        "Reports: [1k](docs/smollm2/rows/report.md), [8k](docs/smollm2/rows-8k/report.md), "
+        "[keys](docs/smollm2/rows-recall/report.md)."
     )
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
 

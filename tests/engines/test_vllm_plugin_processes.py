@@ -8,7 +8,7 @@ from own_checkpoints import make
 
 pytestmark = NEEDS_VLLM
 
-SERVED = ("qwen2_low_rank", "qwen3_predicted_head_rows", "llama_heads_apart_rows", "qwen3_cascade_rows")
+SERVED = ("qwen3", "qwen2_low_rank", "qwen3_predicted_head_rows", "llama_heads_apart_rows", "qwen3_cascade_rows")
 BUDGET = 2**20
 
 
