@@ -1,14 +1,16 @@
 """Generate the README's table and picture of SmolLM2, and the texts and plots of all reports.
 
 Sources are the reports in docs/smollm2/rows and docs/smollm2/rows-8k, which `surgery run recipes/smollm2-rows.yaml`
-writes.
+writes, and the records of `surgery bench decode` in docs/smollm2/decoding (docs/kernels.md has the command).
 
     python tools/readme.py            # writes them; tests check that they are current
 """
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ RECALL_REPORT = REPORT.with_name("rows-recall")
 """Recall of 100 prompts."""
 LONG_REPORT = REPORT.with_name("rows-8k")
 """Report of the same rows in windows of 8,192 tokens."""
+DECODING = REPORT.with_name("decoding")
+"""Records of several runs of one benchmark."""
+CONTEXT = 8000
 SHOWN = {
     "kv_bytes_per_token": "KV B/token",
     "kv_ratio": "KV share",
@@ -69,17 +74,32 @@ def hook(report: dict[str, Any], recall_report: dict[str, Any]) -> str:
     return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
+def decoding_speeds() -> dict[str, float]:
+    """Return the median tokens per second of each model, decoded with its fastest kernels at `CONTEXT` tokens."""
+    speeds: dict[str, list[float]] = {}
+    for path in sorted(DECODING.glob("*.json")):
+        fastest: dict[str, float] = {}
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if row.get("context") == CONTEXT and "tokens_per_second" in row:
+                name = "source" if row["kind"] == "source" else row["model"]
+                fastest[name] = max(fastest.get(name, 0.0), row["tokens_per_second"])
+        for name, speed in fastest.items():
+            speeds.setdefault(name, []).append(speed)
+    return {name: statistics.median(each) for name, each in speeds.items()}
+
+
 def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     """Return the description of the measurement."""
     settings, long = report["settings"], long_report["settings"]
     text = (
-        f"Loss in nats per token, and perplexity, are on {settings['windows']} x {settings['length']:,} tokens of "
-        f"prose that no calibration saw, and in the column {_long_title(long_report)} on {long['windows']} x "
-        f"{long['length']:,}{_other_conversions(report, long_report)}. Recall: "
-        f"{settings['recall_prompts']} numbers planted in text and asked for at its end. Bytes are measured on the "
-        f"live cache ({report['created'][:10]}), those at 8k computed. Rows in code font, the source and its "
-        "conversions, keep the first 4 tokens in full precision on top. The others are "
+        f"Loss (nats per token) and perplexity: {settings['windows']} x {settings['length']:,} tokens of prose that no "
+        f"calibration saw; {_long_title(long_report)}: {long['windows']} x {long['length']:,}"
+        f"{_other_conversions(report, long_report)}. Recall: {settings['recall_prompts']} numbers planted in text and "
+        f"asked for at its end. Bytes are measured on the live cache ({report['created'][:10]}), those at 8k computed. "
+        "Source and conversions, in code font, also keep 4 tokens in full precision. The others are "
         "[caches of engines](docs/research/engine-caches.md); oscar_int2 and kvarn are our readings of their papers. "
+        f"Tokens/s: [bfloat16, two CPU cores](docs/kernels.md#on-a-cpu), {CONTEXT:,} tokens in the cache; healing does "
+        "not change it. "
         "Reports: [1k](docs/smollm2/rows/report.md), [8k](docs/smollm2/rows-8k/report.md), "
         "[keys](docs/smollm2/rows-recall/report.md)."
     )
@@ -94,6 +114,8 @@ def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     titles = list(SHOWN.values())
     column_index = titles.index(SHOWN["loss_change"]) + 1
     titles.insert(column_index, _long_title(long_report))
+    titles.append("tokens/s, 8k")
+    speeds = decoding_speeds()
     lines = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
     for row in rows:
         name = row["name"] if row["role"] == "variant" else f"`{row['name']}`"
@@ -102,6 +124,8 @@ def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
         cells.insert(
             column_index, columns_by_key["loss_change"].text(in_long, long_report) if in_long else "not measured"
         )
+        speed = speeds.get(row["name"].removesuffix("-healed"))  # healing changes no shapes and no bits
+        cells.append(f"{speed:.1f}" if speed else "-")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", caption(report, long_report), ""])
 

@@ -22,7 +22,6 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page.print("\n[bold]measured in transformers without this package[/bold]")
     page.print(f"source: {plain(demo.name)}", soft_wrap=True)
     rows = {"source": source, "converted": converted, "stock class": demo.stock, "stock class, healed": demo.healed}
-    rows = {name: measured for name, measured in rows.items() if measured is not None}
     page.print(terminal.render(_table(rows)))
     page.print(f"[dim]{plain(demo.prompt)}[/dim]", highlight=False)
     for name, measured in rows.items():
@@ -33,9 +32,8 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     change = cost(converted.loss - source.loss, (source.recall, converted.recall))
     page.print(duration(seconds_since_start()))
     page.print(f"[bold]{plain(result)}[/bold]: {ratio} of the KV bytes for {change}", soft_wrap=True)
-    if demo.stock and demo.healed:
-        gained = cost(demo.healed.loss - demo.stock.loss, (demo.stock.recall, demo.healed.recall))
-        page.print(f"[bold]{plain(typed(f'{demo.path}-stock-healed'))}[/bold]: healing changed the loss by {gained}")
+    gained = cost(demo.healed.loss - demo.stock.loss, (demo.stock.recall, demo.healed.recall))
+    page.print(f"[bold]{plain(typed(f'{demo.path}-stock-healed'))}[/bold]: healing changed the loss by {gained}")
     commands = {
         f"surgery eval {result} --baseline {model}": "evaluates both next to cheap baselines",
         f"surgery convert --to crosslayer --method cascade --bits auto --kv-ratio 0.0625 {model}": "a sixteenth",

@@ -31,23 +31,28 @@ class DemoModel:
 
     Attributes:
         question: user message in the model's chat template; None prompts for the key of the first recall prompt.
-        calibration_tokens: fewer than the default, to save time.
-        heal_steps: steps of healing of a second conversion, to the stock MLA class, which needs it; 0 for none.
+        calibration: its text.
+        heal_steps: steps of healing of a second conversion, to the stock MLA class, which needs it.
         windows, prompts: numbers of held-out windows for the loss, and of recall prompts, each of ``length`` tokens.
     """
 
     question: str | None = None
-    calibration_tokens: int = 24_576
-    heal_steps: int = 0
+    calibration: str = BUILTIN
+    heal_steps: int = 56
     windows: int = 8
     prompts: int = 16
     length: int = 1024
 
 
 DEMO_MODELS = {
-    BUILTIN: DemoModel(calibration_tokens=8192, heal_steps=56),
-    SMOLLM2: DemoModel("What is a cache, and what is it good for?"),
+    BUILTIN: DemoModel(),
+    # On two cores sampling answers for calibration would take a minute, and the loss of a window a second.
+    SMOLLM2: DemoModel(
+        "What is a cache, and what is it good for?", calibration="prose=0.6,code=0.4", heal_steps=32, windows=4
+    ),
 }
+CALIBRATION_TOKENS = 8192
+"""A third of the default, to save time."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,7 @@ class Measured:
 class Demo:
     """Result of the demo: path of the converted model, its source, the prompt, and the measurements of both.
 
-    ``stock`` and ``healed`` are measurements of the conversion to the stock class, before and after healing; None if
-    there was none.
+    ``stock`` and ``healed`` are measurements of the conversion to the stock class, before and after healing.
     """
 
     path: Path
@@ -80,8 +84,8 @@ class Demo:
     prompt: str
     source: Measured
     converted: Measured
-    stock: Measured | None
-    healed: Measured | None
+    stock: Measured
+    healed: Measured
     seconds: float
 
     def to_dict(self) -> dict:
@@ -98,8 +102,8 @@ def run_demo(
 ) -> Demo:
     """Convert a model to ``out``, measure source and result in a process without this package, and print the result.
 
-    A model with ``heal_steps`` is also converted to the stock class and healed, in ``<out>-stock`` and
-    ``<out>-stock-healed``. Results with the same settings that exist are measured again.
+    The model is also converted to the stock class and healed, in ``<out>-stock`` and ``<out>-stock-healed``. Results
+    with the same settings that exist are measured again.
 
     Args:
         model: a name in ``DEMO_MODELS``.
@@ -125,21 +129,19 @@ def run_demo(
     source_name = origin(reader.name, reader.dequantised_from)
     progress.note(f"converting {source_name} to MLA with {kv_ratio:.0%} of its KV bytes: minutes on a CPU")
     command = f"surgery demo --model {model} --kv-ratio {kv_ratio:g}"
-    settings = ConvertSettings(kv_ratio=kv_ratio, held_out=2, calibration_tokens=demo_model.calibration_tokens)
+    calibration = {"calibration": demo_model.calibration, "calibration_tokens": CALIBRATION_TOKENS}
+    settings = ConvertSettings(kv_ratio=kv_ratio, held_out=2, **calibration)
     request = ConversionRequest(reader.source, out, settings, overwrite=overwrite, command=command)
     remedy = "pass --overwrite, or choose another --out"
     convert_unless_made(request, progress, remedy=remedy)
-    paths = [model_folder(reader), out]
-    if demo_model.heal_steps:
-        progress.note("converting to the stock class, which needs no code of ours and loses more, and healing it")
-        stock = replace(request, out=Path(f"{out}-stock"), settings=replace(settings, carrier="stock"))
-        convert_unless_made(stock, progress, remedy=remedy)
-        paths += [stock.out, _healed(stock, demo_model.heal_steps, progress)]
+    progress.note("converting to the stock class, which needs no code of ours and loses more, and healing it")
+    stock = replace(request, out=Path(f"{out}-stock"), settings=replace(settings, carrier="stock"))
+    convert_unless_made(stock, progress, remedy=remedy)
+    paths = [model_folder(reader), out, stock.out, _healed(stock, demo_model.heal_steps, progress)]
     resumes_from(out)
     progress.note("loading the models with stock transformers in a process of their own")
     prompt, measured = measure_with_stock_transformers(paths, demo_model)
-    source, converted, stock, healed = *measured, *[None] * (4 - len(measured))
-    demo = Demo(out, model, source_name, prompt, source, converted, stock, healed, time.perf_counter() - start)
+    demo = Demo(out, model, source_name, prompt, *measured, time.perf_counter() - start)
     show_demo(demo, as_json=as_json)
     return demo
 
