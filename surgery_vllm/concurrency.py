@@ -71,12 +71,12 @@ class Load:
 
     def client_flags(self) -> list[str]:
         """Return the flags of ``vllm bench serve``."""
-        least, most = self.prompt
-        ratios = {"input": (most - least) / (most + least), "output": 0}
+        shortest, longest = self.prompt
+        ratios = {"input": (longest - shortest) / (longest + shortest), "output": 0}
         return [
             *("--dataset-name=random", "--ignore-eos", "--temperature=0", "--num-warmups=1"),
             *(f"--num-prompts={self.requests}", f"--seed={self.seed}"),
-            *(f"--random-input-len={(least + most) // 2}", f"--random-output-len={self.new_tokens}"),
+            *(f"--random-input-len={(shortest + longest) // 2}", f"--random-output-len={self.new_tokens}"),
             f"--random-range-ratio={json.dumps(ratios)}",
         ]
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -60,6 +61,9 @@ def test_other_structures_of_the_real_model_are_the_reports():
     assert page == {"": ["KV share", "Δ loss", "perplexity", "recall"]} | {name: report[name] for name in page if name}
 
 
+ENGINE_CACHES = {"oscar_int2", "kvarn_k4v2_g128", "turboquant_3bit_nc", "int4_per_token_head", "q4_0"}
+
+
 def test_the_table_of_the_readme_is_the_reports():
     page = rows_of((ROOT / "README.md").read_text(encoding="utf-8"), "## A real model")
     output = tool("readme").SHOWN
@@ -69,6 +73,8 @@ def test_the_table_of_the_readme_is_the_reports():
     }
     assert len(long) > 5
     assert {name: cells.pop(index) for name, cells in page.items()} == dict.fromkeys(page, "not measured") | long
+    # Every conversion has a speed, and no cache of an engine.
+    assert {name for name, cells in page.items() if cells.pop() == "-"} == ENGINE_CACHES
     assert page == {"": list(output.values())} | table_of_the_report("smollm2/rows", tuple(output))
 
 
@@ -110,6 +116,27 @@ def test_table_and_picture_of_the_readme_are_current():
     drawn = xml.etree.ElementTree.parse(readme.REPORT / "pareto-loss.svg")
     texts = {each.text for each in drawn.iter() if each.tag.endswith("text")}
     assert {row["name"] for row in report["rows"]} <= texts, "run python tools/readme.py"
+
+
+def test_steps_on_a_cpu_are_medians_of_the_records():
+    steps: dict[tuple[str, bool, int], list[float]] = {}
+    for path in tool("readme").DECODING.glob("*.json"):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if "step_seconds" in row:
+                key = row["model"], row["accelerated"], row["context"]
+                steps.setdefault(key, []).append(1000 * row["step_seconds"])
+    medians = {key: statistics.median(values) for key, values in steps.items()}
+    models = {"MLA in bits": "mla-4", "MLA in bits, an eighth, which predicts values": "mla-8"}
+    models |= {"source": "smollm2", "heads in bits": "quantized-4", "cascade in bits": "cascade-8"}
+    text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    lines = text[text.index("| model | code | bfloat16, 1k tokens") :].partition("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 8
+    for line in lines:
+        label, code, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for context, cell in zip((1024, 8000), cells, strict=False):
+            step = medians[models[label], code == "C++", context]
+            times_source = medians["smollm2", False, context] / step
+            assert cell == (f"{step:.1f} ms" + (f" ({times_source:.2f})" if label != "source" else ""))
 
 
 def test_sizes_and_versions_in_the_readme_are_those_of_reports():

@@ -46,9 +46,9 @@ class DemoModel:
 
 DEMO_MODELS = {
     BUILTIN: DemoModel(),
-    # On two cores sampling answers for calibration would take a minute, and the loss of a window a second.
+    # Within 15 minutes on two cores: sampling answers for calibration would take one, and ten prompts take two.
     SMOLLM2: DemoModel(
-        "What is a cache, and what is it good for?", calibration="prose=0.6,code=0.4", heal_steps=32, windows=4
+        "What is a cache, and what is it good for?", "prose=0.6,code=0.4", heal_steps=32, windows=4, prompts=10
     ),
 }
 CALIBRATION_TOKENS = 8192
