@@ -283,6 +283,7 @@ def test_printed_commands_quote_paths_for_the_shell(checkpoints, tmp_path, monke
     assert "llama.cpp: surgery export 'my model' --engine llama.cpp && llama-server -m 'my model'.gguf" in lines
     exported = export_checkpoint("my model", "llama.cpp")
     assert exported.command == f"llama-server -m '{tmp_path}/my model.gguf'"
+    assert exported.command_q8_0 is None  # heads of 16 are half a block
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}

@@ -74,6 +74,34 @@ def test_perplexity_is_transformers(to, tmp_path):
     assert math.exp(sum(result) / len(result)) == pytest.approx(math.exp(float(expected)), rel=0.005)
 
 
+def mean_loss(exported, text: list[int], cache: str, folder) -> float:
+    asked = {**request(exported.path, [], cache), "flash": True, "text": text, "vocabulary": 4096}
+    losses = run("llama.cpp", "run_llama_cpp.py", asked, folder)["losses"]
+    return sum(losses) / len(losses)
+
+
+def exported_mla(folder, rank: int, rope: int):
+    settings = ConvertSettings(engine="llama.cpp", calibration="none", kv_lora_rank=rank, rope_dim=rope)
+    path = convert_checkpoint(demo(folder), folder / "small", settings).path
+    return export_checkpoint(path, "llama.cpp", weights="f32")
+
+
+def test_a_cache_in_q8_0_costs_mla_hardly_anything(tmp_path):
+    exported = exported_mla(tmp_path, 96, 32)
+    text = AutoTokenizer.from_pretrained(tmp_path / "small")(HELD_OUT.read_text(encoding="utf-8")[:4000])["input_ids"]
+    assert exported.command_q8_0 == f"{exported.command} -fa on -ctk q8_0 -ctv q8_0"
+    exact, rounded = (mean_loss(exported, text[:128], cache, tmp_path) for cache in ("f16", "q8_0"))
+    assert exact != rounded == pytest.approx(exact, abs=0.02)
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(48, 16), (96, 16)])
+def test_it_does_not_start_if_rows_are_not_whole_blocks(rank, rope, tmp_path):
+    exported = exported_mla(tmp_path, rank, rope)
+    assert exported.command_q8_0 is None
+    with pytest.raises(AssertionError, match="Failed to init server"):
+        mean_loss(exported, [1, 2], "q8_0", tmp_path)
+
+
 @pytest.fixture(scope="module")
 def channels_that_are_large(tmp_path_factory):
     """A checkpoint with heads of 64, of which two channels of the keys are large, as real ones are; and its GGUF."""

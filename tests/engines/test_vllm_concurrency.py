@@ -18,12 +18,13 @@ def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_load_is_served_within_the_budget(tmp_path):
-    result = ran(tmp_path, str(DEMO), "--prompt", "32", "64", *LOAD)
+    result = ran(tmp_path, str(DEMO), "--prompt", "120", "184", *LOAD)
     assert result.returncode == 0, result.stderr[-3000:]
     row = json.loads(result.stdout)
-    # Bytes of a token: keys and values of 4 heads of 32 numbers in 6 layers, in float32.
-    most = 8388608 // (2 * 4 * 32 * 6 * 4)
-    assert most / 2 < row["tokens_held"] <= most
+    # Bytes of a token: keys and values of 4 heads of 32 numbers in 6 layers, in float32. The longest request takes two
+    # whole pages of 128 tokens.
+    tokens = 8388608 // (2 * 4 * 32 * 6 * 4)
+    assert 0.9 * tokens < row["tokens_held"] <= tokens
     assert (row["completed"], row["preemptions"], row["kv_cache_dtype"]) == (3, 0, "auto")
     assert row["output_tokens_per_second"] * row["seconds"] > 0 and row["ttft_seconds"] > 0
 
