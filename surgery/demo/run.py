@@ -37,7 +37,7 @@ class DemoModel:
     """
 
     question: str | None = None
-    calibration: str = BUILTIN
+    calibration: str = "builtin"
     heal_steps: int = 56
     windows: int = 8
     prompts: int = 16
