@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,7 +148,8 @@ def _server(model: str, flags: list[str]) -> Iterator[int]:
             try:
                 while not _answers(port):
                     if process.poll() is not None:
-                        raise Failed(f"{model}: {log.read_text().strip().splitlines()[-1].removeprefix('error: ')}")
+                        lines = log.read_text().strip().splitlines() or [f"exit status {process.returncode}"]
+                        raise Failed(f"{model}: {lines[-1].removeprefix('error: ')}")
                     time.sleep(0.5)
                 yield port
             finally:
@@ -160,7 +160,7 @@ def _answers(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as answer:
             return answer.status == 200
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False
 
 

@@ -9,6 +9,7 @@ writes, and the records of `surgery bench decode` in docs/smollm2/decoding (docs
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import textwrap
@@ -74,18 +75,15 @@ def hook(report: dict[str, Any], recall_report: dict[str, Any]) -> str:
     return textwrap.fill(" ".join(sentences), 130, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def decoding_speeds() -> dict[str, float]:
-    """Return the median tokens per second of each model, decoded with its fastest kernels at `CONTEXT` tokens."""
-    speeds: dict[str, list[float]] = {}
+def median_steps() -> dict[tuple[str, bool, int], float]:
+    """Return the median seconds of a decoding step by model (source or a conversion), kernels and context."""
+    seconds: dict[tuple[str, bool, int], list[float]] = {}
     for path in sorted(DECODING.glob("*.json")):
-        fastest: dict[str, float] = {}
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            if row.get("context") == CONTEXT and "tokens_per_second" in row:
+            if "step_seconds" in row:
                 name = "source" if row["kind"] == "source" else row["model"]
-                fastest[name] = max(fastest.get(name, 0.0), row["tokens_per_second"])
-        for name, speed in fastest.items():
-            speeds.setdefault(name, []).append(speed)
-    return {name: statistics.median(each) for name, each in speeds.items()}
+                seconds.setdefault((name, row["accelerated"], row["context"]), []).append(row["step_seconds"])
+    return {key: statistics.median(each) for key, each in seconds.items()}
 
 
 def caption(report: dict[str, Any], long_report: dict[str, Any]) -> str:
@@ -115,7 +113,7 @@ def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
     column_index = titles.index(SHOWN["loss_change"]) + 1
     titles.insert(column_index, _long_title(long_report))
     titles.append("tokens/s, 8k")
-    speeds = decoding_speeds()
+    steps = median_steps()
     lines = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
     for row in rows:
         name = row["name"] if row["role"] == "variant" else f"`{row['name']}`"
@@ -124,8 +122,9 @@ def table(report: dict[str, Any], long_report: dict[str, Any]) -> str:
         cells.insert(
             column_index, columns_by_key["loss_change"].text(in_long, long_report) if in_long else "not measured"
         )
-        speed = speeds.get(row["name"].removesuffix("-healed"))  # healing changes no shapes and no bits
-        cells.append(f"{speed:.1f}" if speed else "-")
+        name_of_steps = row["name"].removesuffix("-healed")  # healing changes no shapes and no bits
+        step = min(steps.get((name_of_steps, accelerated, CONTEXT), math.inf) for accelerated in (False, True))
+        cells.append(f"{1 / step:.1f}" if step < math.inf else "-")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", caption(report, long_report), ""])
 

@@ -48,7 +48,7 @@ def show_export(exported, *, as_json: bool = False) -> None:
     page.print(f"[bold]{plain(exported.path)}[/bold]", soft_wrap=True)
     page.print(plain(exported.command), soft_wrap=True, highlight=False)
     if exported.command_q8_0:
-        page.print(f"{plain(exported.command_q8_0)}   half of the cache again", soft_wrap=True, highlight=False)
+        page.print(f"{plain(exported.command_q8_0)}   about half of the KV bytes", soft_wrap=True, highlight=False)
 
 
 def show_commands(page: Console, engines: dict, called: str | Path = ANY) -> None:

@@ -46,7 +46,7 @@ class DemoModel:
 
 DEMO_MODELS = {
     BUILTIN: DemoModel(),
-    # Within 15 minutes on two cores: sampling answers for calibration would take one, and ten prompts take two.
+    # For 15 minutes on two cores: sampling answers for calibration would take one, and ten prompts take two.
     SMOLLM2: DemoModel(
         "What is a cache, and what is it good for?", "prose=0.6,code=0.4", heal_steps=32, windows=4, prompts=10
     ),

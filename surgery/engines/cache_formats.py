@@ -45,9 +45,14 @@ def _vllm(name: str, status: str = COMPARED_VLLM) -> CacheFormat:
     return CacheFormat(name, name, f"--kv-cache-dtype {name}", status, skips_layers=True)
 
 
+def llama_cpp_flags(keys: str, values: str) -> str:
+    """Return the flags of llama-server for a type of keys and of values."""
+    return f"-fa on -ctk {keys} -ctv {values}"
+
+
 def _llama_cpp(keys: str, values: str) -> CacheFormat:
     status = COMPARED_LLAMA_CPP if keys == values else f"{NOT_TRIED} together"
-    return CacheFormat(keys, values, f"-fa on -ctk {keys} -ctv {values}", status)
+    return CacheFormat(keys, values, llama_cpp_flags(keys, values), status)
 
 
 CACHE_FORMATS: dict[str, tuple[CacheFormat, ...]] = {
@@ -90,7 +95,7 @@ def cache_dtype_flags(engine: str, bits: int | str) -> str:
     commands = {
         "vllm": f"vllm serve CKPT --kv-cache-dtype {in_vllm}",
         "sglang": "python -m sglang.launch_server --model-path CKPT --kv-cache-dtype fp8_e4m3",
-        "llama.cpp": f"llama-server -m CKPT.gguf -fa on -ctk {in_llama_cpp} -ctv {in_llama_cpp}",
+        "llama.cpp": f"llama-server -m CKPT.gguf {llama_cpp_flags(in_llama_cpp, in_llama_cpp)}",
         "mlx": f"mlx_lm.generate --model CKPT --kv-bits {8 if bits == 'fp8' else bits}",
     }
     if engine == "all":

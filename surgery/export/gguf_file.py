@@ -17,6 +17,7 @@ from surgery.checkpoint.disk import written_whole
 from surgery.checkpoint.gguf_header import require_gguf
 from surgery.common.errors import SurgeryError
 from surgery.common.ownership import check_file
+from surgery.engines.cache_formats import llama_cpp_flags
 from surgery.engines.facts import Facts
 from surgery.engines.llama_cpp import obstacle
 from surgery.export.gguf_model import GGUFModel, GGUFTensor
@@ -28,7 +29,6 @@ WEIGHTS = ("bf16", "f16", "q8_0", "f32")
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 # Elements of a row that share a scale in q8_0.
 BLOCK = 32
-Q8_0_FLAGS = "-fa on -ctk q8_0 -ctv q8_0"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def export_checkpoint(
         finally:
             writer.close()
     command = f"llama-server -m {shlex.quote(str(out))}"
-    q8_0 = f"{command} {Q8_0_FLAGS}" if has_q8_0_cache(reader.config) else None
+    q8_0 = f"{command} {llama_cpp_flags('q8_0', 'q8_0')}" if has_q8_0_cache(reader.config) else None
     return Exported(out, model.architecture, weights, out.stat().st_size, tokenizer.origin, command, q8_0)
 
 

@@ -75,8 +75,8 @@ def test_perplexity_is_transformers(to, tmp_path):
 
 
 def mean_loss(exported, text: list[int], cache: str, folder) -> float:
-    asked = {**request(exported.path, [], cache), "flash": True, "text": text, "vocabulary": 4096}
-    losses = run("llama.cpp", "run_llama_cpp.py", asked, folder)["losses"]
+    settings = {**request(exported.path, [], cache), "flash": True, "text": text, "vocabulary": 4096}
+    losses = run("llama.cpp", "run_llama_cpp.py", settings, folder)["losses"]
     return sum(losses) / len(losses)
 
 
@@ -92,6 +92,11 @@ def test_a_cache_in_q8_0_costs_mla_hardly_anything(tmp_path):
     assert exported.command_q8_0 == f"{exported.command} -fa on -ctk q8_0 -ctv q8_0"
     exact, rounded = (mean_loss(exported, text[:128], cache, tmp_path) for cache in ("f16", "q8_0"))
     assert exact != rounded == pytest.approx(exact, abs=0.02)
+
+
+def test_heads_of_32_start_with_a_cache_in_q8_0(tmp_path):
+    exported = export_checkpoint(demo(tmp_path), "llama.cpp", weights="f32")
+    assert exported.command_q8_0 and mean_loss(exported, [1, 2, 3], "q8_0", tmp_path) > 0
 
 
 @pytest.mark.parametrize(("rank", "rope"), [(48, 16), (96, 16)])
