@@ -25,7 +25,7 @@ CLASSES |= {"slice": SLICE.settings_class, "heads": HeadSettings, "heal": HealSe
 CLASSES["plan"] = PlanSettings
 
 FLAGS = {
-    "convert": "allocate batch-size bits block calibration calibration-length calibration-tokens carrier "
+    "convert": "allocate batch-size bits calibration calibration-length calibration-tokens carrier "
     "compensated config context device dry-run dtype engine freqfold group-size heads "
     "held-out json keep-statistics kv-heads kv-lora-rank kv-ratio "
     "max-shard-size method out overwrite qk-rope-head-dim rank recall recent rope-dim "
@@ -109,9 +109,9 @@ def asked_of(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "mla", "--rank", "8"], "--rank is for lowrank, crosslayer; --to mla has no such setting"),
-        (["--window", "8"], "--window is for lowrank, crosslayer, hybrid; --to mla has no such setting"),
-        (["--to", "mqa", "--text", "x", "--block", "8"], "--block is for crosslayer; --to mqa has no such setting"),
+        (["--to", "mla", "--rank", "8"], "--rank is for lowrank; --to mla has no such setting"),
+        (["--window", "8"], "--window is for lowrank, hybrid; --to mla has no such setting"),
+        (["--to", "mqa", "--text", "x", "--group-size", "8"], "--group-size is for crosslayer; --to mqa has no such"),
         (["--kv-ratio", "25%"], "--kv-ratio must be a number, not '25%'"),
         (["--kv-ratio", "25"], "--kv-ratio 25.0 must lie between"),
         (["--rope-dim", "some"], "--rope-dim must be a whole number or auto"),
@@ -133,7 +133,7 @@ def test_a_wrong_flag_says_whose_it_is(arguments, message, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("window: 3", "window is for lowrank, crosslayer, hybrid; mla has no such setting"),
+        ("window: 3", "window is for lowrank, hybrid; mla has no such setting"),
         ("kv_ratio: 25", "kv_ratio 25.0 must lie between"),
         ("max_shard_size: 3x", "max_shard_size '3x' is not a size"),
     ],
@@ -223,10 +223,11 @@ def test_files_take_flags_names_and_short_dtypes(tmp_path):
 def test_panels_and_targets_in_the_help_of_convert():
     options = options_of("convert")
     assert options["--kv-lora-rank"].rich_help_panel == "--to mla"
-    assert options["--block"].rich_help_panel == "--to crosslayer"
-    assert options["--rank"].rich_help_panel == "Budget" and "(lowrank, crosslayer)" in options["--rank"].help
+    assert options["--group-size"].rich_help_panel == "--to crosslayer"
+    assert options["--keep-layers"].rich_help_panel == "Budget"
+    assert "(mla, lowrank, crosslayer, quantized)" in options["--keep-layers"].help
     assert options["--seed"].help == "Seed of every random choice. [0]"
-    assert "crosslayer: xkv" in options["--method"].help and "fisher, transmla, mha2mla" in options["--method"].help
+    assert "lowrank: fisher" in options["--method"].help and "fisher, transmla, mha2mla" in options["--method"].help
 
 
 @pytest.mark.parametrize("to", [name for name, target in TARGETS.items() if not target.fixed])

@@ -1,4 +1,4 @@
-"""Low-rank keys and values, and cascades of them, end to end on tiny models: verified here and elsewhere."""
+"""Low-rank keys and values, end to end on tiny models: verified here and elsewhere."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from surgery.common.errors import SurgeryError
 from surgery.eval.kv_cache import cache_bytes
-from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.low_rank.structure import LOW_RANK, RESIDUAL_WINDOW
 
@@ -17,13 +16,11 @@ QUICK = {**SHORT_TEXT, "keep_layers": "none", "batch_size": 2}
 FAMILIES = ("llama", "llama3", "llama_bias", "mistral_window", "qwen2", "qwen2_window", "qwen3", "mixtral", "qwen3_moe")
 DEFAULT = {
     "alone": ("llama", "llama_bias", "qwen2_window", "qwen3_moe"),
-    "cascade": ("llama", "qwen3"),
     "window": ("llama", "llama_bias", "qwen2_window"),
 }
 """Biases, windows of a family's own, norms and experts; other rotations are tests/families/test_matrix.py's."""
 KINDS = {
     "alone": LowRankSettings,
-    "cascade": lambda **settings: CrossLayerSettings(method="cascade", group_size=2, **settings),
     "window": lambda **settings: LowRankSettings(window=5, sinks=2, **settings),
 }
 
@@ -56,7 +53,7 @@ def test_the_result_computes_and_caches_what_was_promised(converted, name, kind)
     assert stages["reloaded"] == pytest.approx(stages[files], abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", "alone"), ("qwen3", "cascade"), ("llama_bias", "window")])
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "alone"), ("llama_bias", "window")])
 def test_the_result_loads_without_the_package(converted, name, kind, tmp_path):
     logits, cached, facts = run_elsewhere(converted(name, kind).path, tokens(2, 24), tmp_path, trust=True)
     assert facts["class"] == "SurgeryForCausalLM"
@@ -77,12 +74,10 @@ def test_weights_alone(converted):
     result = converted("llama_bias", calibration="none")
     assert [row["stage"] for row in result.report.ladder] == ["source", "low rank", "reloaded"]
     assert len(set(result.report.target["ranks"])) == 1
-    with pytest.raises(SurgeryError, match="drop --calibration none"):
-        converted("llama", "cascade", calibration="none")
 
 
 def test_live_cache_of_long_batches_is_what_the_model_predicts(converted):
-    for kind in ("alone", "cascade", "window"):
+    for kind in ("alone", "window"):
         model = AutoModelForCausalLM.from_pretrained(converted("llama", kind).path, dtype="auto").eval()
         for batch in (1, 4):
             prompt = tokens(batch, 1000)

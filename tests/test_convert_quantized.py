@@ -29,7 +29,7 @@ TEXT = {"calibration": str(HELD_OUT), "calibration_tokens": 512, "calibration_le
 AUTO = {**TEXT, "bits": "auto", "kv_ratio": 0.15, "batch_size": 4}
 """Tiny models are in fp32: 8 bits for every channel are a quarter of their bytes."""
 MLA, LOW_RANK, HEADS = ConvertSettings(**AUTO), LowRankSettings(**AUTO), QuantizedSettings(**AUTO)
-CASCADE = CrossLayerSettings(**AUTO, method="cascade", group_size=2)
+CASCADE = CrossLayerSettings(**AUTO, group_size=2)
 INT8, INT4, INT2 = (QuantizedSettings(**TEXT, batch_size=4, bits=bits) for bits in (8, 4, 2))
 # Plain, with biases, and with a key norm.
 CASES = [(name, settings) for settings in (MLA, LOW_RANK) for name in ("llama", "qwen2", "qwen3")]
@@ -169,7 +169,7 @@ def test_settings_that_bits_decide_are_refused(to, settings, name):
         *(("quantized", {name: 8}, name) for name in ("group", "keys", "hadamard", "rope_bits", "streaming_bits")),
         # Bits of other structures are chosen by the loss or left out.
         *((to, {"bits": 4}, "bits") for to in ("lowrank", "mla", "gqa", "hybrid")),
-        ("crosslayer", {"method": "cascade", "bits": 4}, "bits"),
+        ("crosslayer", {"bits": 4}, "bits"),
     ],
 )
 def test_settings_that_went_name_what_to_use(to, settings, name):

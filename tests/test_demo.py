@@ -122,4 +122,4 @@ def test_the_demo_ends_in_commands_that_run_as_they_stand(tmp_path, monkeypatch,
     output = capsys.readouterr().out
     assert "surgery-demo: 100.0% of the KV bytes for +0.0000 nats per token" in output
     assert "Next: surgery eval surgery-demo --baseline builtin  " in output
-    assert "--method cascade --bits auto --kv-ratio 0.0625 builtin" in output
+    assert "--to crosslayer --kv-ratio 0.0625 builtin" in output

@@ -6,7 +6,6 @@ from functools import cache
 import own_models
 import pytest
 import torch
-import written_models
 from command_line import run_main
 from config_files import edit_config
 from tiny_models import SHAPE, make_checkpoint
@@ -112,13 +111,13 @@ def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class
 
 def test_every_target_that_needs_the_custom_class_says_why(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
-    words = {"lowrank": "rebuilds", "crosslayer": "share a cache", "quantized": "packed rows"}
+    words = {"lowrank": "rebuilds", "crosslayer": "packed rows", "quantized": "packed rows"}
     words["hybrid --streaming 1"] = "streaming heads in one layer"
     for name, word in words.items():
         target = targets[f"surgery convert --to {name}"]
         assert target["class"] == "surgery" and word in target["reasons"][0], name
-    ratio = targets["surgery convert --to quantized"]["kv_ratio"]
-    assert ratio == pytest.approx(0.25, rel=0.05)
+    for name, ratio in {"quantized": 0.25, "crosslayer": 0.125}.items():
+        assert targets[f"surgery convert --to {name}"]["kv_ratio"] == pytest.approx(ratio, rel=0.05)
 
 
 def test_caches_that_take_no_sliding_windows_do_not_apply_to_them(inspected):
@@ -149,7 +148,7 @@ def test_what_forgets_everything_is_no_row_of_the_table(inspected, capsys):
 def test_every_target_is_foreseen_with_its_class_and_its_bytes(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
     assert {target["to"] for target in targets.values()} == set(TARGETS)
-    for command, ratio in {"mla": 0.25, "gqa": 0.5, "mqa": 0.5, "lowrank": 0.25, "crosslayer": 0.25}.items():
+    for command, ratio in {"mla": 0.25, "gqa": 0.5, "mqa": 0.5, "lowrank": 0.25}.items():
         assert targets[f"surgery convert --to {command}"]["kv_ratio"] == pytest.approx(ratio, rel=1e-3), command
     assert targets["surgery convert --to mla"]["class"] == "surgery"
     assert targets["surgery convert --to mla --carrier stock"]["class"] == "deepseek_v3"
@@ -217,14 +216,6 @@ def test_a_converted_checkpoint_says_what_it_caches(kind, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "surgery over llama" in output
     assert ("keys rebuilt from latents of rank 32" if kind == "low_rank" else "latent rank 16, 16 rotary") in output
-
-
-def test_layers_that_share_a_cache_have_no_bytes_of_their_own(tmp_path):
-    model = written_models.copy_of("cross_layer_static")
-    model.save_pretrained(tmp_path)
-    inspection = inspect_checkpoint(tmp_path)
-    assert inspection.kv["bytes_at"][CONTEXTS[-1]] == model.kv_cache_bytes(1, CONTEXTS[-1])
-    assert not any("per token" in line for line in inspection.architecture["attention"])
 
 
 def test_many_kinds_of_layers_are_shown_by_ranges():

@@ -38,7 +38,6 @@ def converted(source, out, to, **settings):
     [
         ("lowrank", {}),
         ("mla", {"carrier": "own"}),
-        ("crosslayer", {"method": "cascade", "group_size": 2}),
         ("lowrank", {"bits": "auto"}),
         pytest.param("lowrank", {"method": "palu"}, marks=pytest.mark.slow),
         pytest.param("mla", {"allocate": "spectrum"}, marks=pytest.mark.slow),
@@ -99,8 +98,8 @@ def test_layers_of_a_state_stay_to_the_bit_and_count_nothing(checkpoints, tmp_pa
     assert not any(info.values())
     with pytest.raises(SurgeryError, match="leave at least one to convert"):
         converted(source, tmp_path / "none", "lowrank", keep_layers="1")
-    with pytest.raises(SurgeryError, match="no layers with a KV cache are adjacent"):
-        converted(source, tmp_path / "none", "crosslayer", method="cascade")
+    with pytest.raises(SurgeryError, match="recurrent state"):
+        converted(source, tmp_path / "none", "crosslayer")
 
 
 def test_which_layers_are_meant():
@@ -128,5 +127,3 @@ def test_what_does_not_go_with_kept_layers(checkpoints, tmp_path):
         converted(checkpoints("llama"), tmp_path / "out", "lowrank", keep_layers="0", window=8)
     with pytest.raises(SurgeryError, match="some layers keep their attention; use --carrier own"):
         converted(checkpoints("llama"), tmp_path / "out", "mla", keep_layers="0", carrier="stock")
-    with pytest.raises(SurgeryError, match="method xkv converts all layers"):
-        TARGETS["crosslayer"].settings({"keep_layers": "0"})

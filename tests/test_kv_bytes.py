@@ -53,7 +53,7 @@ def dumped(config) -> dict:
     return with_size_names(json.loads(config.to_json_string(use_diff=False)))
 
 
-NO_ENTRIES = (IMAGES, "mla", "fewer_heads", "cross_layer_token")
+NO_ENTRIES = (IMAGES, "mla", "fewer_heads")
 """Models without entries, and one whose cache has nothing but what its store's rank says."""
 
 

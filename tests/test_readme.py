@@ -165,7 +165,7 @@ def test_the_readme_is_two_screens():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
-WIDE = {"hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 64}
+WIDE = {"hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 64}
 WIDE |= {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
 MODELS = {"Llama": LlamaConfig, "Qwen2": Qwen2Config, "Qwen3": Qwen3Config}
 
@@ -184,9 +184,9 @@ def test_models_and_engines_are_what_conversions_say(model, tmp_path, monkeypatc
     for head, options, mark in matches:
         budget = [] if "gqa" in options else ["--kv-ratio", "0.5"]
         if "hybrid" in options:
-            HeadPattern(torch.rand(1, 8), "needle", 4, 60).save(tmp_path / "heads")
+            HeadPattern(torch.rand(2, 8), "needle", 4, 60).save(tmp_path / "heads")
             budget = ["--heads", tmp_path / "heads", "--streaming", "0.5"]
-        if options == "--to mla":  # its bits need text, its engines do not
+        if options in ("--to mla", "--to crosslayer"):  # their bits need text, their engines do not
             code, output, err = run_main(monkeypatch, capsys, "inspect", tmp_path / "ckpt", "--json")
             targets = {target["command"]: target for target in json.loads(output)["targets"]}
             engines = targets[f"surgery convert {options}"]["engines"]

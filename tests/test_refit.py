@@ -14,14 +14,13 @@ from surgery.structures.quantized.settings import QuantizedSettings
 
 WHOLE = {
     "low rank": LowRankSettings(kv_ratio=0.999, **SHORT_TEXT),
-    "cascade": CrossLayerSettings(method="cascade", kv_ratio=0.999, group_size=2, **SHORT_TEXT),
     "heads in bits": QuantizedSettings(bits=8, **SHORT_TEXT),
 }
 """Conversions that lose one latent or the last bits."""
 FEWER = {
     "MLA by rank": ConvertSettings(kv_ratio=0.5, carrier="own", **SHORT_TEXT),
     "MLA in bits": ConvertSettings(kv_ratio=0.4, **SHORT_TEXT),
-    "cascade in bits": CrossLayerSettings(method="cascade", bits="auto", kv_ratio=0.4, group_size=2, **SHORT_TEXT),
+    "cascade in bits": CrossLayerSettings(kv_ratio=0.4, group_size=2, **SHORT_TEXT),
     "fewer heads": KVHeadsSettings(kv_heads=1, **SHORT_TEXT),
 }
 

@@ -15,6 +15,7 @@ PLAIN = {
     "convert --seed 1": ("activation_memory", "group", "keys"),
     "convert --to mla": ("hadamard", "rope_bits", "latent_norm"),
     "convert --to lowrank": ("rank_multiple",),
+    "convert --to crosslayer": ("block",),
     "convert --to hybrid": ("streaming_bits", "granularity", "heads_multiple"),
     "eval": ("repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes", *RULER),
     "heal": ("peak_tflops", "utilization", "orthogonal", "train_patterns", "patience", "attention", "lora_modules"),
@@ -39,6 +40,8 @@ LINES |= {f"tasks {name}": ["eval", "builtin", f"--tasks=loss,{name}"] for name 
 LINES |= {f"method {name}": ["heads", "builtin", f"--method={name}"] for name in ("ablation", "attention-area")}
 METHODS = ("asvd", "cskv", "think")
 LINES |= {f"method {name}": ["convert", "builtin", "--to", "lowrank", f"--method={name}"] for name in METHODS}
+SHARED = ("xkv", "xkv-prompt", "minicache")
+LINES |= {f"method {name}": ["convert", "builtin", "--to", "crosslayer", f"--method={name}"] for name in SHARED}
 LINES |= {f"bits {bits}": ["convert", "builtin", "--to", "lowrank", f"--bits={bits}"] for bits in (8, 4, 2)}
 LINES |= {f"bits {bits}": ["convert", "builtin", "--to", "quantized", f"--bits={bits}"] for bits in (3, "fp8")}
 LINES |= {f"{to} bits": ["convert", "builtin", "--to", to, "--bits=8"] for to in ("gqa", "mqa", "hybrid")}
@@ -48,7 +51,6 @@ LINES |= {f"objective {name}": ["heal", "builtin", "--config", "{file}"] for nam
 LINES |= {
     "bench convert": ["bench", "convert", "--shape", "llama3-8b"],
     "method procrustes": ["convert", "builtin", "--to", "gqa", "--method", "procrustes"],
-    "method xkv-prompt": ["convert", "builtin", "--to", "crosslayer", "--method", "xkv-prompt"],
     "allocate greedy": ["convert", "builtin", "--to", "lowrank", "--allocate", "greedy"],
     "quantization_aware": ["heal", "builtin", "--no-quantization-aware"],
     "engine trtllm": ["plan", "builtin", "--kv-ratio=0.5", "--engine=trtllm"],

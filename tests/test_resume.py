@@ -21,16 +21,14 @@ KINDS = {
     "mla": {"kv_ratio": 0.5},
     "gqa": {"kv_heads": 1},
     "lowrank": {"kv_ratio": 0.5, "window": 8},
-    "crosslayer": {"kv_ratio": 0.5, "method": "cascade", "group_size": 2},
-    "crosslayer xkv": {"to": "crosslayer", "kv_ratio": 0.5, "method": "xkv", "group_size": 2},
+    "crosslayer": {"group_size": 2},
 }
 KINDS_TRIED = ["crosslayer", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "crosslayer")]
 
 
 def settings_of(kind, **others):
     settings = {**TEXT, **KINDS[kind], **others}
-    target = find_target(settings.pop("to", kind))
-    return target.settings({name: value for name, value in settings.items() if value is not None})
+    return find_target(kind).settings({name: value for name, value in settings.items() if value is not None})
 
 
 def content_of(folder):
@@ -72,7 +70,7 @@ def test_stopped_after_every_state(kind, checkpoints, tmp_path, stops):
     states = stops(None)
     convert_checkpoint(source, tmp_path / "whole" / "small", settings)
     whole, total, records = results(tmp_path / "whole" / "small"), len(states), set(states)
-    assert records == {"forward", "backward", "statistics"} | ({"layers"} if kind != "crosslayer xkv" else set())
+    assert records == {"forward", "backward", "statistics"} | {"layers"}
     partial = tmp_path / "again" / "small.partial"
     for run in range(total + 1):
         stops(1)

@@ -21,7 +21,6 @@ from surgery.common.progress import Progress
 from surgery.console.conversion import show_conversion
 from surgery.eval.kv_cache import cache_bytes
 from surgery.running.layer_stream import LayerStream, single_layer_config
-from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.slices.structure import SliceSettings, measure_slices
@@ -41,7 +40,6 @@ KINDS = {
     "joint": ("llama_bias", low_rank()),
     "separate": ("llama", low_rank(method="separate")),
     "palu": ("llama", low_rank(method="palu")),
-    "cascade": ("llama", CrossLayerSettings(method="cascade", kv_ratio=0.5, group_size=2, **TEXT)),
     "window": ("llama", low_rank(window=5, sinks=2)),
     "mla own": ("llama_bias", mla(carrier="own", kv_lora_rank=None, rope_dim=None, kv_ratio=0.7)),
     "mla key norm": ("qwen3", mla(kv_lora_rank=26)),
@@ -63,8 +61,6 @@ def sliced(converted, tmp_path_factory):
 
     @cache
     def get(kind, ratio=RATIO, **settings):
-        if kind == "cascade":  # another allocation might leave the earlier layer whole
-            settings.setdefault("allocate", "uniform")
         out = tmp_path_factory.mktemp("slice") / "out"
         return convert_checkpoint(converted(kind).path, out, slice_settings(ratio, **settings))
 
@@ -97,10 +93,8 @@ def forget(model, whole, entries):
                 attention.query_up[..., : before[0]][..., dropped(before, after)] = 0
                 attention.value_up[..., dropped(before, after)] = 0
             else:
-                earlier = range(index - attention.shared_layers, index)
-                shared = [whole[i][0] for i in earlier], [entries[i][0] for i in earlier]
                 for number in range(len(before)):
-                    columns = dropped([*shared[0], before[number]], [*shared[1], after[number]])
+                    columns = dropped([before[number]], [after[number]])
                     for ups in (attention.key_up.matrices(), attention.value_up.matrices()):
                         if number in ups:
                             ups[number][:, columns] = 0
@@ -160,7 +154,6 @@ def test_the_residual_window_stays(converted, sliced):
     "kind",
     [
         "separate",
-        "cascade",
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("palu", "mla key norm")),
     ],
 )
@@ -204,7 +197,7 @@ def test_the_best_of_several_allocations_is_taken(sliced):
     assert list(sliced("palu").report.target["allocations"]) == ["uniform"]
 
 
-@pytest.mark.parametrize("kind", ["cascade", "window", "mla own"])
+@pytest.mark.parametrize("kind", ["window", "mla own"])
 def test_nothing_is_lost_with_all_latents(converted, kind):
     reader = CheckpointReader.open(converted(kind).path)
     model, config = LatentModel.of(reader), AutoConfig.from_pretrained(reader.path)
@@ -214,7 +207,7 @@ def test_nothing_is_lost_with_all_latents(converted, kind):
     assert measured.score == measured.before
 
 
-@pytest.mark.parametrize("kind", ["joint", "cascade", "mla own"])
+@pytest.mark.parametrize("kind", ["joint", "mla own"])
 @torch.no_grad()
 def test_the_first_latents_are_better_than_others(converted, kind):
     """Compare, of one layer on text, the errors of the attention with other latents left out, as many of them."""
@@ -248,7 +241,7 @@ def test_the_first_latents_are_better_than_others(converted, kind):
 
 def test_the_custom_class_keeps_its_code(converted, sliced):
     """The files that load it where the package is not installed."""
-    path, whole = sliced("cascade").path, converted("cascade").path
+    path, whole = sliced("joint").path, converted("joint").path
     assert type(AutoModelForCausalLM.from_pretrained(path)).__name__ == "SurgeryForCausalLM"
     files = {file.name: file.read_bytes() for file in path.glob("*.py")}
     assert files == {file.name: file.read_bytes() for file in whole.glob("*.py")}
@@ -256,7 +249,7 @@ def test_the_custom_class_keeps_its_code(converted, sliced):
     assert {f"{name.partition('.')[0]}.py" for name in config["auto_map"].values()} <= set(files)
 
 
-@pytest.mark.parametrize("kind", ["cascade", "palu", "mla key norm"])
+@pytest.mark.parametrize("kind", ["joint", "palu", "mla key norm"])
 def test_what_is_told_of_a_slice(sliced, kind, capsys):
     result = sliced(kind)
     show_conversion(result)
@@ -280,9 +273,10 @@ def test_weights_alone(checkpoints, tmp_path):
 
 
 def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
-    joint, stock = converted("joint").path, Path(__file__).with_name("old_checkpoints") / "mla-stock"
+    earlier = Path(__file__).with_name("old_checkpoints")
+    joint, stock = converted("joint").path, earlier / "mla-stock"
     plain, in_groups, loss_increase, old = (tmp_path / name for name in ("plain", "in_groups", "lost", "old"))
-    shutil.copytree(Path(__file__).with_name("old_checkpoints") / "quantized", plain)
+    shutil.copytree(earlier / "quantized", plain)
     edit_config(plain, "kv_cache")
     shutil.copytree(joint, in_groups)
     edit_config(in_groups, kv_cache={"format": "int4", "group": 16, "window": 0, "keys": "channel"})
@@ -297,6 +291,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
         (checkpoints("llama"), 0.25, "model_type 'llama' cannot be sliced; convert"),
         (stock, 0.25, "model_type 'deepseek_v3' cannot be sliced; convert"),
         (in_groups, 0.25, "quantized; slice its source"),
+        (earlier / "cascade", 0.25, "without ordered latents"),
         (plain, 0.25, "the family's own attention"),
         (loss_increase, 0.25, "which surgery slice requires"),
         (old, 0.25, "has no energies of the latents"),
@@ -332,5 +327,5 @@ def test_a_wrong_cut_is_caught_before_the_output_gets_its_name(converted, tmp_pa
     right = sliced.Cut.of
     monkeypatch.setattr(sliced.Cut, "of", lambda cut, tensor: right(cut, tensor.flip(1) if cut.dim == 1 else tensor))
     with pytest.raises(SurgeryError, match="differ from the simulation"):
-        convert_checkpoint(converted("cascade").path, tmp_path / "out", slice_settings())
+        convert_checkpoint(converted("joint").path, tmp_path / "out", slice_settings())
     assert list(tmp_path.iterdir()) == []

@@ -254,7 +254,7 @@ def test_files_replaced_while_they_are_verified_are_refused(copy, monkeypatch):
 def test_what_no_report_says_is_not_checked(kind):
     result = outcomes(OLD / kind)
     assert result.pop("files") == result.pop("KV bytes") == result.pop("logits") == NOT_CHECKED
-    assert set(result.values()) <= ({NOT_CHECKED, PASSED} if kind == "xkv-prompt" else {PASSED})
+    assert set(result.values()) <= {PASSED}
 
 
 def test_the_verb_and_the_function(converted, checkpoints, monkeypatch, capsys):

@@ -200,15 +200,6 @@ def test_steps_that_kernels_read_are_in_no_span():
 
 
 LATENT = {"kind": "latent", "kv_lora_rank": 4, "rope_inv_freq": [1.0, 0.1], "key_norm_eps": None}
-CROSS_LAYER = {
-    "kind": "cross_layer",
-    "group_size": 1,
-    "rank": 4,
-    "block": 1,
-    "sinks": 0,
-    "window": 0,
-    "index_in_group": 0,
-}
 
 
 def config(**changes):
@@ -259,7 +250,6 @@ def test_structures_that_it_serves():
         ({"kv_cache": {"format": "int4"}}, "quantized by kv_cache"),
         ({"sliding_window": 32}, "sliding windows"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
-        ({"attention_layers": [None, CROSS_LAYER]}, "kind 'cross_layer' .layer 1."),
         ({"attention_layers": [LOW_RANK | {"window": 4}]}, "low rank with a residual window"),
         (
             {"attention_layers": [LOW_RANK | {"streaming": {"blocks": [0], "sinks": 1, "recent": 4}}]},

@@ -52,7 +52,6 @@ def test_an_environment_without_vllm(model):
 
 
 def test_another_version_and_another_structure(installed, model, monkeypatch):
-    assert "attention of kind 'cross_layer'" in refusal(model(attention_layers=[{"kind": "cross_layer"}]))
     monkeypatch.setattr("surgery_vllm.config._vllm_version", lambda: "0.33.0")
     assert "vLLM 0.32, not 0.33.0" in refusal(model())
     serve.check(model(model_type="llama"), "127.0.0.1", 0)  # no plugin is asked of it

@@ -52,8 +52,7 @@ PARTICIPLES = {
 NAMED_SO = {
     "kept": (
         # A setting of checkpoints, the parameter of tasks that plugins implement, and `keep_layers` of plans in files.
-        *("surgery/model/cross_layer_entry.py", "surgery/model/group_stores.py", "surgery/architectures/sliced.py"),
-        *("eval/session.py", "eval/tasks/", "surgery/structures/"),
+        *("surgery/architectures/sliced.py", "eval/session.py", "eval/tasks/", "surgery/structures/"),
     ),
     "held": ("kernels/lowrank_decode/",),  # a keyword of a public operator
     "asked": ("surgery/planning/", "surgery/structures/"),  # fields of plans in users' files

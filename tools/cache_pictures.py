@@ -51,15 +51,14 @@ def pictures() -> dict[str, Rows]:
     by_rank = [Part("latent", quarter - rope), Part("rotated key", rope)]
     in_bits = [Part(kind, ELEMENTS, 4) for kind in ("latent", "rotated key")]
     all_layers = [part._replace(elements=LAYERS * ELEMENTS, note=f", of {LAYERS} layers") for part in source]
-    shared = Part("latent", LAYERS * quarter, note=f", once for {LAYERS} layers")
+    row = Part("latent", quarter, 8)
     return {
         "mla": [("source", source), ("MLA by rank", by_rank), ("MLA in 4 bits on average", in_bits)],
         "kv-heads": [("source", source), ("two KV heads", _heads(2))],
         "low-rank": [("source", source), ("low rank", [latent])],
         "cross-layer": [
             (f"source, {LAYERS} layers", all_layers),
-            ("xkv, all layers", [shared]),
-            *((f"cascade, layer {each + 1}", [latent]) for each in range(LAYERS)),
+            *((f"cascade, layer {each + 1}", [row]) for each in range(LAYERS)),
         ],
         "hybrid": [("first and recent tokens, all heads", source), ("other tokens, two full heads", _heads(2))],
         "quantized": [("source", source), ("3 bits on average", _heads(HEADS, 3))],

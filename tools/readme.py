@@ -41,7 +41,7 @@ SHOWN = {
 }
 ANSWERS = {
     "mla-4": "surgery convert --to mla",
-    "cascade-8": "--to crosslayer --method cascade --bits auto",
+    "cascade-8": "--to crosslayer",
     "cascade-16": "--kv-ratio 0.0625",
 }
 """Rows described beneath the picture, and the commands that make them."""

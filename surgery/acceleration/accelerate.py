@@ -22,8 +22,6 @@ from surgery.kernels import cpu
 from surgery.kernels.backend import DTYPES, interpreted, refusal
 from surgery.kernels.lowrank_decode.rows import IN_CPP
 from surgery.model.attention_functions import own_softmax
-from surgery.model.cross_layer_attention import CrossLayerAttention
-from surgery.model.cross_layer_latent_attention import CrossLayerFamilyLatents, CrossLayerLatentAttention
 from surgery.model.hybrid_attention import HybridAttention
 from surgery.model.latent_attention import LatentAttention
 from surgery.model.low_rank_attention import LowRankAttention
@@ -119,15 +117,7 @@ KERNELS: tuple[tuple[type[nn.Module], Callable, str, Callable[..., str | None]],
 """Attention classes, functions that run their kernel, its operation, and functions that return why a layer cannot use
 it, or None. The first matching class wins."""
 
-WITHOUT = (
-    CrossLayerAttention,
-    CrossLayerLatentAttention,
-    CrossLayerFamilyLatents,
-    HybridAttention,
-)
-
-
-CHANGED = (DeepseekV3Attention, *WITHOUT, *(kind for kind, *_ in KERNELS))
+CHANGED = (DeepseekV3Attention, HybridAttention, *(kind for kind, *_ in KERNELS))
 """Attention classes whose cache is not plain heads."""
 
 
@@ -147,13 +137,13 @@ def _in_cpp(parameter: torch.Tensor) -> bool:
 
 def _kernels(module: nn.Module) -> list[tuple]:
     """Return the row of `KERNELS` for a module, in a list; empty if there is none."""
-    return [] if isinstance(module, WITHOUT) else [row for row in KERNELS if isinstance(module, row[0])][:1]
+    return [] if isinstance(module, HybridAttention) else [row for row in KERNELS if isinstance(module, row[0])][:1]
 
 
 def _accelerate_module(module: nn.Module, attentions: list[nn.Module]) -> str:
     """Accelerate one attention module; return its operation, or the reason why it keeps its own code."""
     in_cpp = _in_cpp(module.o_proj.weight)
-    if isinstance(module, WITHOUT):
+    if isinstance(module, HybridAttention):
         return f"not accelerated: no kernel for {type(module).__bases__[0].__name__}"
     if isinstance(module, DeepseekV3Attention) and not in_cpp:
         if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:

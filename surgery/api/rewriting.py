@@ -91,7 +91,7 @@ def slice(
     """Reduce a converted model to a smaller KV cache without calibration, as ``surgery slice`` does.
 
     Args:
-        model: result of a conversion to lowrank, crosslayer (cascade) or mla; see :mod:`surgery.api.model_arguments`.
+        model: result of a conversion to lowrank or mla; see :mod:`surgery.api.model_arguments`.
         kv_ratio: share of the KV bytes of the model that it was converted from.
         out, tokenizer, overwrite, keep_code, progress: see :func:`convert`.
         **settings: fields of :class:`surgery.structures.slices.settings.SliceSettings`.

@@ -71,7 +71,7 @@ class StreamableModel:
         for layer, entry in enumerate(layer_entries(config)):
             if entry.streams:
                 raise SurgeryError.at(path, f"layer {layer} has streaming heads already; convert its source")
-            if entry.shares_cache or entry.quantizes:
+            if entry.quantizes:
                 raise SurgeryError.at(path, f"heads of {entry.kind} attention (layer {layer}) cannot stream")
             if isinstance(entry, LatentEntry):
                 layer_units = (Unit(tuple(range(kv_heads)), entry.width(plain)),)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,13 +31,12 @@ REASON = "no stock class rebuilds keys and values from latents"
 class OwnLowRank:
     """Writer of low-rank layers for :class:`surgery.model.SurgeryForCausalLM`.
 
-    All layers have the shapes of ``anatomy``; those that keep their attention have no blocks. ``shared_layers`` is the
-    number of preceding layers whose latents each reads; ``sinks`` and ``window`` are full-precision tokens.
+    All layers have the shapes of ``anatomy``; those that keep their attention have no blocks. ``sinks`` and ``window``
+    are full-precision tokens.
     """
 
     anatomy: AttentionAnatomy
     blocks: tuple[tuple[Block, ...], ...]
-    shared_layers: tuple[int, ...]
     sinks: int = 0
     window: int = 0
 
@@ -54,7 +53,7 @@ class OwnLowRank:
 
     def shared_rank(self, layer: int) -> int:
         """Return the number of latents of earlier layers that a layer reads."""
-        return sum(self.rank(other) for other in range(layer - self.shared_layers[layer], layer))
+        return 0
 
     def config(self, source: dict) -> dict:
         """Return the config.json of the converted model."""
@@ -63,11 +62,7 @@ class OwnLowRank:
 
     def entry(self, layer: int) -> LowRankEntry:
         """Return the config entry of a converted layer."""
-        return LowRankEntry(**self._latents(layer), sinks=self.sinks, window=self.window)
-
-    def _latents(self, layer: int) -> dict[str, Any]:
-        shared = {"shared_layers": self.shared_layers[layer], "shared_rank": self.shared_rank(layer)}
-        return {"blocks": self.blocks[layer], **shared}
+        return LowRankEntry(blocks=self.blocks[layer], sinks=self.sinks, window=self.window)
 
     def copied(self, names: Sequence[str]) -> list[str]:
         """Return the source's attention tensors of a layer that are copied unchanged."""
@@ -123,21 +118,31 @@ class OwnLowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnQuantizedLowRank(OwnLowRank):
-    """Writer of low-rank layers with a cache of packed rows.
+    """Writer of low-rank layers, alone or in a cascade, with a cache of packed rows.
 
     Attributes:
+        shared_layers: number of preceding layers whose latents each layer reads.
         runs: runs of bit patterns of each layer's latents; empty for a layer that keeps its attention.
         first_tokens: number of first tokens whose latents stay in full precision.
     """
 
+    shared_layers: tuple[int, ...]
     runs: tuple[Runs, ...]
     first_tokens: int
 
     has_bias = True
 
+    def shared_rank(self, layer: int) -> int:
+        return sum(self.rank(other) for other in range(layer - self.shared_layers[layer], layer))
+
     def entry(self, layer: int) -> QuantizedLowRankEntry:
-        rows = {"latent_runs": self.runs[layer], "first_tokens": self.first_tokens}
-        return QuantizedLowRankEntry(**self._latents(layer), **rows)
+        return QuantizedLowRankEntry(
+            blocks=self.blocks[layer],
+            shared_layers=self.shared_layers[layer],
+            shared_rank=self.shared_rank(layer),
+            latent_runs=self.runs[layer],
+            first_tokens=self.first_tokens,
+        )
 
     def plan(self, layer: int) -> dict[str, TensorSpec]:
         rank, shared = self.rank(layer), self.shared_rank(layer)

@@ -67,7 +67,7 @@ class LatentModel:
         if config.get("kv_cache"):
             raise SurgeryError.at(path, "its KV cache is quantized; slice its source, then quantize")
         for index, entry in enumerate(layer_entries(config)):
-            if not entry.ranks or entry.quantizes:
+            if not entry.ranks or entry.quantizes or entry.joined:
                 named_kind = entry.kind or "the family's own"
                 raise SurgeryError.at(
                     path,
@@ -106,9 +106,7 @@ class LatentModel:
                 layers.append(replace(entry, kv_lora_rank=new_ranks[0]))
                 continue
             blocks = tuple(replace(block, rank=rank) for block, rank in zip(entry.blocks, new_ranks, strict=True))
-            layer = len(layers)
-            shared_rank = sum(sum(other) for other in ranks[layer - entry.shared_layers : layer])
-            layers.append(replace(entry, blocks=blocks, shared_rank=shared_rank))
+            layers.append(replace(entry, blocks=blocks))
         return LatentModel({**self.config, "attention_layers": [entry.to_entry() for entry in layers]})
 
     def kept_rows(self, layer: int, ranks: Ranks) -> tuple[int, ...]:
@@ -130,13 +128,9 @@ class LatentModel:
         }
 
     def _low_rank_cuts(self, layer: int, ranks: Ranks) -> dict[str, Cut]:
-        earlier = slice(layer - self.entries[layer].shared_layers, layer)
-        before = [rank for other in self.ranks[earlier] for rank in other]
-        shared = _first_indices(before, [rank for other in ranks[earlier] for rank in other])
         cuts = {"kv_down.weight": Cut(0, _first_indices(self.ranks[layer], ranks[layer]))}
         for number, rank in enumerate(ranks[layer]):
-            columns = (*shared, *range(sum(before), sum(before) + rank))
-            cuts |= {f"{kind}_up.{number}": Cut(1, columns) for kind in ("key", "value")}
+            cuts |= {f"{kind}_up.{number}": Cut(1, tuple(range(rank))) for kind in ("key", "value")}
         return cuts
 
 

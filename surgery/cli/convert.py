@@ -110,7 +110,7 @@ def convert(
 
         surgery convert --to lowrank ckpt/ --kv-ratio 0.125 --window 32 --sinks 4
 
-        surgery convert --to crosslayer ckpt/ --kv-ratio 0.125 --group-size 4
+        surgery convert --to crosslayer ckpt/ --kv-ratio 0.0625
 
         surgery convert --to hybrid ckpt/ --heads duo.safetensors --kv-ratio 0.4
 

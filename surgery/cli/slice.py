@@ -35,7 +35,7 @@ def slice_(
 ) -> None:
     """Make a smaller checkpoint from a converted one, without calibration: keep its most important latents.
 
-    For results of `convert --to lowrank`, `--to crosslayer` (cascade) and `--to mla` (custom model class).
+    For results of `convert --to lowrank` and `--to mla` (custom model class), without bits.
 
     Example:
 

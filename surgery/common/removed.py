@@ -13,6 +13,7 @@ EVALUATED = "use surgery eval of the result; heal.jsonl has the held-out losses 
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 KVTC = "it stores caches, and the live cache keeps its bytes: use caches that a model decodes from"
 RULER = "use RULER of lm-evaluation-harness: --tasks lm-eval:niah_single_1 --needle-lengths 4096"
+CASCADE = "the only method, a cascade in bits, loses less at every size: leave it out"
 LOW_RANK = "leave it out, as the default loses less, or use --method svd-llm; existing checkpoints still load"
 
 REMOVED = {
@@ -29,7 +30,10 @@ REMOVED = {
     "method asvd": LOW_RANK,
     "method cskv": LOW_RANK,
     "method think": LOW_RANK,
-    "method xkv-prompt": "use --method xkv, whose basis is computed once from text; existing checkpoints still load",
+    "method xkv": CASCADE,
+    "method xkv-prompt": CASCADE,
+    "method minicache": CASCADE,
+    "block": "cascades have no blocks: leave it out",
     "heads compare": "convert by each pattern with --to hybrid, then surgery eval of the results",
     "heads score": "use surgery heads CKPT",
     "compare-heads": "convert by each pattern with to: hybrid, then an eval step of the results",

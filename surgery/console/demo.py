@@ -36,7 +36,7 @@ def show_demo(demo, *, as_json: bool = False) -> None:
     page.print(f"[bold]{plain(typed(f'{demo.path}-stock-healed'))}[/bold]: healing changed the loss by {gained}")
     commands = {
         f"surgery eval {result} --baseline {model}": "evaluates both next to cheap baselines",
-        f"surgery convert --to crosslayer --method cascade --bits auto --kv-ratio 0.0625 {model}": "a sixteenth",
+        f"surgery convert --to crosslayer --kv-ratio 0.0625 {model}": "a sixteenth",
         "surgery inspect CKPT/": "KV cache and possible conversions of your model",
     }
     width = max(map(len, commands))

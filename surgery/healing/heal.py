@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from surgery.architectures.custom_class import layer_entries
 from surgery.architectures.lr_multipliers import lr_multipliers
 from surgery.checkpoint import CheckpointReader, check_output
 from surgery.checkpoint.disk import as_json, disk_errors, read_json
@@ -207,16 +206,11 @@ def training_settings(
 ) -> HealSettings:
     """Build the training settings of a request, with files in ``work``, and the tracker's next to ``out``.
 
-    Raises SurgeryError: a setting is unknown or impossible, or the student's cache computes a basis per prompt, which
-    has no weights to train.
+    Raises SurgeryError: a setting is unknown or impossible.
     """
     read = read_mapping(request.config) if request.config else {}
     settings = HealSettings.from_mapping({**read, **request.overrides}, str(request.config or "heal"))
     check_writable(student)
-    if any(entry.kind == "cross_layer_prompt" for entry in layer_entries(student.config)):
-        raise SurgeryError.at(
-            student.path, "its basis is computed for each prompt, without weights to train: healing does not apply"
-        )
     factors = work / FACTORS if lr_multipliers(student) and not settings.entry_factors else settings.entry_factors
     return replace(
         settings,

@@ -36,7 +36,7 @@ from surgery.running.unfused import open_model
 from surgery.verification.again import open_written, run_layers, verify_again
 from surgery.verification.probe import compute_probe, probe_difference
 from surgery.verification.record import FileComparison, Recorded, compare_files
-from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE, prompt_of
+from surgery.verification.written import CACHE_TOLERANCE, QUANTIZED_TOLERANCE, TOLERANCE
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 SHOWN = 5
@@ -163,7 +163,6 @@ def _numbers(reader: CheckpointReader, progress: Progress) -> str:
 
 
 def _caches(reader: CheckpointReader, opened, seed: int, progress: Progress) -> str:
-    _refuse_prompt_bases(reader)
     result = verify_again(reader, opened, seed, progress)
     if result.cache_difference is None:
         return f"every layer loads and decodes; {result.kv_tokens} tokens"
@@ -174,7 +173,7 @@ def _kv_bytes(reader: CheckpointReader, opened, report: Recorded) -> str:
     if report.kv is None:
         raise _NotChecked("the report does not state them")
     tokens, stated = report.kv
-    predicted = kv_bytes_of(reader.config, opened.weight_dtype)(tokens, prompt=prompt_of(tokens)) / tokens
+    predicted = kv_bytes_of(reader.config, opened.weight_dtype)(tokens) / tokens
     if not abs(predicted - stated) <= 1e-6 * predicted:
         raise SurgeryError(f"{predicted:,.1f} per token, but {stated:,.1f} in the report")
     return f"{predicted:,.0f} per token at {tokens:,} tokens, as in the report"
@@ -195,13 +194,7 @@ def _logits(reader: CheckpointReader, opened, report: Recorded) -> str:
     return f"as in the report, within {difference:.0e} of their standard deviation"
 
 
-def _refuse_prompt_bases(reader: CheckpointReader) -> None:
-    if any(entry.kind == "cross_layer_prompt" for entry in layer_entries(reader.config)):
-        raise _NotChecked("each prompt has its own basis, so a prompt in pieces gives other logits")
-
-
 def _whole(reader: CheckpointReader, opened, seed: int) -> str:
-    _refuse_prompt_bases(reader)
     weights = sum(reader.info(name).nbytes for name in reader.names())
     needed = weights * 4 // opened.weight_dtype.itemsize  # it runs in float32
     if needed > psutil.virtual_memory().available // 2:
@@ -218,7 +211,7 @@ WHOLE_TOLERANCE = 1e-3
 def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed: int) -> str:
     """Check that logits do not depend on how a prompt is split, or on other rows; return a summary of the comparisons.
 
-    Caches with scales or bases of token groups are not left-padded, which would shift the groups. Caches that quantize
+    Caches with scales of token groups are not left-padded, which would shift the groups. Caches that quantize
     groups of tokens are not read in pieces either: the pass that completes a group computes another function. Raises
     SurgeryError: transformers does not load the model, or logits depend on splits or on other rows.
     """
@@ -228,7 +221,6 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     whole = model(ids).logits
     entries, spread = layer_entries(reader.config), float(whole.std())
     quantized = bool(reader.config.get("kv_cache"))
-    grouped = quantized or any(entry.shares_cache for entry in entries)
     rounds = quantized or any(entry.quantizes for entry in entries)
 
     def compare(other: Tensor, how: str) -> None:
@@ -244,7 +236,7 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
         cache = DynamicCache(config=model.config)
         pieces = [model(piece, **{CACHE: cache}).logits for piece in ids.split(PIECES, dim=1)]
         compare(torch.cat(pieces, dim=1), "of a prompt in pieces")
-    padding = 0 if grouped else PADDING
+    padding = 0 if quantized else PADDING
     rows = torch.cat([torch.cat([ids.new_zeros(1, padding), ids], dim=1), torch.cat([ids, ids[:, :padding]], dim=1)])
     mask = torch.ones_like(rows)
     mask[0, :padding] = 0
@@ -252,5 +244,5 @@ def check_whole_model(reader: CheckpointReader, opened: Source | OwnSource, seed
     batched = model(rows, attention_mask=mask, position_ids=positions).logits[:1, -LENGTH:]
     compare(batched, "of a row next to another")
     ways = [] if quantized else ["layer by layer", "in pieces"]
-    ways.append("next to another row" if grouped else "left-padded next to another row")
+    ways.append("next to another row" if quantized else "left-padded next to another row")
     return f"{type(model).__name__}: equal logits {', '.join(ways)}"

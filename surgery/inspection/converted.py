@@ -49,10 +49,9 @@ def converted_facts(reader: CheckpointReader, contexts: tuple[int, ...]) -> dict
         bytes_at = dict(zip(contexts, map(kv_bytes_of(reader.config, dtype), contexts), strict=True))
         entries = layer_entries(stated)
         kinds = [_kind(entries[layer], model.config) for layer in layers]
-        if not model.is_blockwise:  # else layers share a cache
-            by_layer = model.kv_layer_bytes(1, longest)
-            sizes = [per_token(by_layer[layer] / longest) for layer in layers]
-            kinds = [f"{kind}, {size} per token" for kind, size in zip(kinds, sizes, strict=True)]
+        by_layer = model.kv_layer_bytes(1, longest)
+        sizes = [per_token(by_layer[layer] / longest) for layer in layers]
+        kinds = [f"{kind}, {size} per token" for kind, size in zip(kinds, sizes, strict=True)]
     except KeyError as error:
         raise SurgeryError(f"config.json of {reader.config['model_type']}: {error} is missing") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:

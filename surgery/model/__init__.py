@@ -5,14 +5,14 @@ transformers can. Their files ship with the checkpoint, which so loads without t
 transformers and each other.
 
 For each kind of attention, `<kind>_entry.py` defines its fields in config.json and properties such as the cache size of
-a token, and `<kind>_attention.py` computes it. Its cache is `plain_cache`, `quantized_cache`, `residual_window_cache`,
-`hybrid_cache` or `group_cache`. Entries load without torch; the model classes load on first use.
+a token, and `<kind>_attention.py` computes it. Its cache is `plain_cache`, `token_cache`, `quantized_cache`,
+`residual_window_cache` or `hybrid_cache`. Entries load without torch; the model classes load on first use.
 """
 
 from typing import Any
 
 # `parts.entry_of` looks them up among the loaded modules.
-from . import cross_layer_entry, grouped_entry, hybrid_entry, latent_entry, low_rank_entry, streaming_latent_entry  # noqa: F401
+from . import grouped_entry, hybrid_entry, latent_entry, low_rank_entry, streaming_latent_entry  # noqa: F401
 
 __all__ = [
     "DECODERS",

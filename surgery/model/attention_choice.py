@@ -50,7 +50,7 @@ def flash_problem(config: SurgeryConfig, family_flash: bool) -> str | None:
     if not family_flash or has_learned_sinks(config):
         return f"FlashAttention cannot run {config.base_model_type}"
     for index, entry in enumerate(entries_of(config)):
-        if not entry.gives_weights or entry.has_window or entry.shares_cache:
+        if not entry.gives_weights or entry.has_window:
             return f"layer {index} needs its own mask, and FlashAttention supports causal masks only"
         if (width := entry.key_width(config)) > FLASH_WIDTH:
             return f"keys of layer {index} have {width} elements, and FlashAttention supports at most {FLASH_WIDTH}"

@@ -14,13 +14,11 @@ from transformers import MODEL_MAPPING, Cache, GenerationMixin, PreTrainedModel,
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention_functions import family_attention_class
 from .cache_argument import CACHE, returned_cache, takes_cache
-from .cache_layer import CacheLayer, CompactLayer, check_full_attention
+from .cache_layer import CacheLayer, CompactLayer
 from .configuration_surgery import SurgeryConfig
 from .converted_decoder import ConvertedModel, cache_layers, cached_layers, convert_decoder, family_decoder_class
 from .logit_factor import logit_cap, logit_factor
-from .parts import entries_of, part
 
 
 class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
@@ -57,10 +55,6 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
         # The decoder is a PreTrainedModel with the family's model_type, so that transformers still converts per-expert
         # checkpoint tensors.
         decoder_class = family_decoder_class(config.base_model_type, MODEL_MAPPING[type(base_config)])
-        self.is_blockwise = any(entry.shares_cache for entry in entries_of(config))
-        if self.is_blockwise:
-            check_full_attention(config, "a cache that layers share")
-            decoder_class = family_attention_class(part("blockwise_decoder").BlockwiseDecoder, decoder_class)
         self.model = decoder_class(base_config)
         self._is_stateful = self.model._is_stateful
         config._experts_implementation = base_config._experts_implementation
@@ -79,7 +73,7 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
 
         A plain cache becomes a `StaticCache`, which holds no more tokens; all other caches can grow beyond `tokens`.
         """
-        layers = self.model.cache_layers() if self.is_blockwise else self.cache_layers()
+        layers = self.cache_layers()
         if layers is None:
             return StaticCache(config=self.config, max_cache_len=tokens)
         for layer in layers:
@@ -87,18 +81,15 @@ class SurgeryForCausalLM(ConvertedModel, PreTrainedModel, GenerationMixin):
                 layer.reserve(tokens)
         return Cache(layers=layers)
 
-    def kv_cache_bytes(self, batch: int, tokens: int, prompt: int | None = None) -> int:
+    def kv_cache_bytes(self, batch: int, tokens: int) -> int:
         """Predict the bytes of the cache after `tokens` tokens of each of `batch` rows, in the model's dtype.
 
-        States of linear attention are not counted, since they do not grow. `prompt` is the length of the first pass,
-        all tokens by default; it matters only for a basis computed from the prompt.
+        States of linear attention are not counted, since they do not grow.
         """
-        if self.is_blockwise:
-            return part("blockwise_decoder").kv_cache_bytes(self.config, batch, tokens, self.dtype, prompt)
         return sum(self.kv_layer_bytes(batch, tokens))
 
     def kv_layer_bytes(self, batch: int, tokens: int) -> list[int]:
-        """Predict the cache bytes of every layer; not for layers that share a cache."""
+        """Predict the cache bytes of every layer."""
         return [0 if layer is None else layer.held(tokens) for layer in cached_layers(self.config, batch, self.dtype)]
 
     @classmethod

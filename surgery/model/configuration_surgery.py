@@ -184,9 +184,7 @@ def _check_attention_layers(config: PreTrainedConfig) -> None:
 
 
 def _family_problem(config: PreTrainedConfig, entry: LayerEntry) -> str | None:
-    if caches_latents(config) != (entry.kind == "cross_layer_mla"):
-        return f"{entry.kind} does not fit a base model {'with' if caches_latents(config) else 'without'} MLA"
-    return None
+    return f"{entry.kind} does not fit a base model with MLA" if caches_latents(config) else None
 
 
 def _check_kv_cache(config: PreTrainedConfig) -> None:

@@ -146,7 +146,7 @@ def cache_layers(config: SurgeryConfig) -> list[CacheLayer] | None:
 
 
 def cached_layers(config: Any, batch: int, dtype: torch.dtype) -> list[CachedLayer | None]:
-    """Return the `CachedLayer` of every layer of a model without shared caches; None for layers that keep a state."""
+    """Return the `CachedLayer` of every layer of a model; None for layers that keep a state."""
     layers = cache_layers(config) or DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or [None] * len(layers)
     return [
@@ -170,8 +170,6 @@ def _prepare_call(config: SurgeryConfig, compact: bool, decoder: nn.Module, call
         if has_own_cache:
             part("compact_caches").use_layers(config, decoder, call, training=training, padded=compact)
         return
-    if any(entry.shares_cache for entry in entries_of(config)):
-        raise ValueError("packed documents are not supported with shared caches; pass one document per row")
     if not all(hasattr(layer, "self_attn") for layer in decoder.layers):
         raise ValueError("packed documents are not supported with recurrent layers; pass one document per row")
     if is_flash(implementation) and len(new_tokens(call)) > 1:

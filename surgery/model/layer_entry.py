@@ -22,7 +22,6 @@ class LayerEntry:
         nested: dataclasses of fields that are dictionaries in config.json.
         has_gate: whether the attention applies the output gate of families that have one.
         has_rope_part: whether rotated keys are cached apart from latents, so that `kv_cache` may set their format.
-        shares_cache: whether the layer shares its cache with other layers.
         streams: whether some heads or latents are cached for sinks and a window only.
         gives_weights: whether the attention can return weights over all tokens.
         has_window: whether full-precision tokens are cached next to latents.
@@ -34,7 +33,7 @@ class LayerEntry:
     kind: ClassVar[str | None] = None
     attention: ClassVar[tuple[str, str]]
     nested: ClassVar[Mapping[str, type]] = {}
-    has_gate = has_rope_part = shares_cache = streams = has_window = joined = quantizes = False
+    has_gate = has_rope_part = streams = has_window = joined = quantizes = False
     gives_weights = True
     ranks = ()
     codes = None

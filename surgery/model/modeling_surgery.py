@@ -4,11 +4,8 @@ Remote code that ships with the checkpoint: imports only torch, transformers and
 """
 
 from .axis_decoder import AxisDecoder
-from .blockwise_decoder import BlockwiseDecoder
 from .causal_model import SurgeryForCausalLM as BaseModel
 from .compact_caches import new_layers
-from .cross_layer_attention import CrossLayerAttention
-from .cross_layer_latent_attention import CrossLayerLatentAttention
 from .family_decoders import DECODERS
 from .grouped_attention import GroupedAttention
 from .hybrid_attention import HybridAttention
@@ -28,9 +25,6 @@ class SurgeryForCausalLM(BaseModel):
 __all__ = [
     "DECODERS",
     "AxisDecoder",
-    "BlockwiseDecoder",
-    "CrossLayerAttention",
-    "CrossLayerLatentAttention",
     "GroupedAttention",
     "HybridAttention",
     "LatentAttention",

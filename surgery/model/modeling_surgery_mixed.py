@@ -1,4 +1,4 @@
-"""Entry module of the remote code for mixed kinds of layers and caches, except layers that share a cache.
+"""Entry module of the remote code for mixed kinds of layers and caches.
 
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """

@@ -9,7 +9,6 @@ from .attention_functions import family_attention_class
 from .configuration_surgery_pictures import SurgeryPicturesConfig
 from .converted_decoder import ConvertedModel, convert_decoder, family_decoder_class
 from .modeling_surgery import SurgeryForCausalLM
-from .parts import entries_of
 
 
 class SurgeryForConditionalGeneration(ConvertedModel, PreTrainedModel, GenerationMixin):
@@ -31,8 +30,6 @@ class SurgeryForConditionalGeneration(ConvertedModel, PreTrainedModel, Generatio
         text = config.text_config
         if text.attention_layers is None:
             raise ValueError("attention_layers is missing from text_config; this is not a converted model")
-        if any(entry.shares_cache for entry in entries_of(text)):
-            raise ValueError("text_config: shared caches are not supported in vision-language models")
         self._take_attention(text, MODEL_MAPPING[type(text.base_config())])
         base = config.base_config()
         super().__init__(base)

@@ -21,11 +21,6 @@ KINDS: dict[str, tuple[str, str]] = {
     "quantized_low_rank": ("quantized_low_rank_entry", "QuantizedLowRankEntry"),
     "grouped": ("grouped_entry", "GroupedEntry"),
     "hybrid": ("hybrid_entry", "HybridEntry"),
-    "cross_layer": ("cross_layer_entry", "CrossLayerEntry"),
-    "cross_layer_latent": ("cross_layer_entry", "SharedLatentEntry"),
-    "cross_layer_mla": ("cross_layer_entry", "SharedMLAEntry"),
-    "cross_layer_prompt": ("cross_layer_entry", "PromptBasisEntry"),
-    "cross_layer_pairs": ("cross_layer_entry", "MergedPairEntry"),
 }
 """Module and dataclass of a layer's entry, by its `kind` in `attention_layers`."""
 
@@ -71,6 +66,11 @@ def entry_of(entry: Mapping[str, Any] | None) -> LayerEntry:
     if entry is None:
         return StockEntry()
     if (kind := entry.get("kind")) not in KINDS:
+        if str(kind).startswith("cross_layer"):
+            raise ValueError(
+                f"kind {kind!r} is of an earlier version: load it with trust_remote_code=True where surgery is not "
+                "imported, or convert its source again"
+            )
         raise ValueError(f"unknown kind {kind!r}; choose from {list(KINDS)}")
     module, name = (entry.get("streaming") and STREAMING_KINDS.get(kind)) or KINDS[kind]
     return getattr(part(module), name).from_entry(entry)
@@ -97,8 +97,6 @@ def parts_of(config: Mapping[str, Any]) -> set[str]:
     """Return the names of the parts that a converted model needs, from its config.json or `vars` of its config."""
     entries = [entry_of(entry) for entry in config["attention_layers"] if entry is not None]
     parts = {entry.attention[0] for entry in entries}
-    if any(entry.shares_cache for entry in entries):
-        parts.add("blockwise_decoder")
     if any(entry.has_window or entry.streams for entry in entries):
         parts.add("compact_caches")
     if config.get("kv_cache") is not None:

@@ -26,7 +26,6 @@ ENTRIES = (
     "modeling_surgery_hybrid",
     "modeling_surgery_low_rank",
     "modeling_surgery_quantized_low_rank",
-    "modeling_surgery_cross_layer",
     "modeling_surgery_quantized",
     "modeling_surgery_mixed",
     "modeling_surgery",

@@ -200,11 +200,8 @@ def allowed_candidates(config: dict[str, Any], settings: PlanSettings) -> Iterat
     for target in TARGETS.working().values():
         if target.fixed or not settings.allows(target.name):
             continue
-        candidates = named_candidates(target, config)
-        # A structure whose candidates all have bits is allowed by its name alone.
-        coded = settings.allows(BITS) or all("bits" in each.settings for each in candidates)
-        for candidate in candidates:
-            if coded or "bits" not in candidate.settings:
+        for candidate in named_candidates(target, config):
+            if settings.allows(BITS) or "bits" not in candidate.settings:
                 yield target, candidate
 
 

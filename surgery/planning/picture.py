@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from surgery.checkpoint.disk import written_whole
 from surgery.common.pictures import check_picture
-from surgery.structures.registry import find_target
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,5 +62,5 @@ def save(plan: Plan, path: Path) -> None:
 def _kind(row) -> str:
     if row.engine:
         return f"{row.engine}'s own"
-    bits, usual = row.asked.get("bits"), getattr(find_target(row.to).settings_class, "bits", None)
-    return row.to if bits is None or usual is not None else f"{row.to}, bits {bits}"  # named unless always quantized
+    bits = row.asked.get("bits")
+    return row.to if bits is None else f"{row.to}, bits {bits}"

@@ -18,7 +18,7 @@ from surgery.common.errors import SurgeryError
 from surgery.model.cache_layer import CachedLayer
 from surgery.model.configuration_surgery import SurgeryConfig
 from surgery.model.converted_decoder import cached_layers
-from surgery.model.parts import entries_of, part, parts_of
+from surgery.model.parts import parts_of
 from surgery.running.loading import LOADING
 from surgery.running.plain_decoder import PlainConvertedConfig, plain_config, plain_converted_config
 
@@ -31,7 +31,7 @@ USEFUL = 4_096, 32_768
 class KVBytes(Protocol):
     """Bytes of the live cache of ``batch`` sequences of ``tokens`` tokens each, windows and all."""
 
-    def __call__(self, tokens: int, batch: int = 1, prompt: int | None = None) -> int:
+    def __call__(self, tokens: int, batch: int = 1) -> int:
         """``prompt``: tokens of the first pass, all by default; only a basis of the prompt's own depends on it."""
 
 
@@ -45,13 +45,13 @@ def kv_bytes_of(config: dict[str, Any], dtype: torch.dtype) -> KVBytes:
         config = text
     if config["model_type"] == SurgeryConfig.model_type:
         custom = _custom_config(json.dumps(config))
-        return lambda tokens, batch=1, prompt=None: kv_cache_bytes(custom, batch, tokens, dtype, prompt)
+        return lambda tokens, batch=1: kv_cache_bytes(custom, batch, tokens, dtype)
     try:
         layers = _stock_layers(config)
     except LOADING as error:
         raise SurgeryError(f"config.json of {config['model_type']}: cannot compute KV bytes ({error!r})") from None
 
-    def bytes_at(tokens: int, batch: int = 1, prompt: int | None = None) -> int:
+    def bytes_at(tokens: int, batch: int = 1) -> int:
         return sum(CachedLayer(layer, batch, 1, width, 0, dtype).held(tokens) for layer, width in layers)
 
     return bytes_at
@@ -66,12 +66,8 @@ def kv_shares(
     return {str(tokens): bytes_at(tokens) / source_at(tokens) for tokens in lengths}
 
 
-def kv_cache_bytes(
-    config: SurgeryConfig | PlainConvertedConfig, batch: int, tokens: int, dtype: torch.dtype, prompt: int | None = None
-) -> int:
+def kv_cache_bytes(config: SurgeryConfig | PlainConvertedConfig, batch: int, tokens: int, dtype: torch.dtype) -> int:
     """Return what `kv_cache_bytes` of a model of the custom model class returns, without the model."""
-    if any(entry.shares_cache for entry in entries_of(config)):
-        return part("blockwise_decoder").kv_cache_bytes(config, batch, tokens, dtype, prompt)
     return sum(layer.held(tokens) for layer in cached_layers(config, batch, dtype) if layer is not None)
 
 

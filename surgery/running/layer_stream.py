@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -94,32 +94,24 @@ class LayerStream:
             return embedded
         return embedded + self.reader.rows(POSITIONS, torch.arange(tokens.shape[1])).to(embedded)
 
-    @contextlib.contextmanager
-    def layer(self, index: int) -> Iterator[StreamedLayer]:
+    def layer(self, index: int) -> contextlib.AbstractContextManager[StreamedLayer]:
         """Load layer ``index`` for a ``with`` block."""
-        streamed = StreamedLayer(self._model(index, index + 1))
-        try:
-            yield streamed
-        finally:
-            self._drop(streamed)
+        return self.block(index, index + 1)
 
     @contextlib.contextmanager
-    def block(self, start: int, stop: int) -> Iterator[StreamedBlock]:
+    def block(self, start: int, stop: int) -> Iterator[StreamedLayer]:
         """Load layers [start, stop) as one model for a ``with`` block.
 
         Required for layers that share a cross-layer basis or latents. Their entries in ``attention_layers`` must refer
         to each other by index in the group, not in the model.
         """
-        streamed = StreamedBlock(self._model(start, stop))
+        streamed = StreamedLayer(self._model(start, stop))
         try:
             yield streamed
         finally:
-            self._drop(streamed)
-
-    def _drop(self, streamed: StreamedLayer) -> None:
-        streamed.model = None  # the caller's variable outlives the block and would keep the layer in memory
-        if self._loaded is None:
-            trim_allocator()
+            streamed.model = None  # the caller's variable outlives the block and would keep the layers in memory
+            if self._loaded is None:
+                trim_allocator()
 
     def _model(self, start: int, stop: int) -> nn.Module:
         if self._loaded is None:
@@ -290,24 +282,20 @@ class LayerStream:
 
 @dataclass
 class StreamedLayer:
-    """A loaded decoder layer, callable on hidden states [B, T, D] while it is loaded."""
+    """A loaded decoder layer, or several that run together; callable on hidden states [B, T, D] while loaded."""
 
     model: nn.Module | None
 
     def __call__(self, hidden: Tensor, attention: nn.Module | None = None) -> Tensor:
-        """Compute the layer's output for a causal prompt; ``attention`` replaces its attention module if given."""
-        return self._run(hidden, None if attention is None else [attention])
-
-    def _run(self, hidden: Tensor, attention: Sequence[nn.Module] | None) -> Tensor:
-        layers = self.model.layers if attention is not None else ()
-        own = [layer.self_attn for layer in layers]
-        for layer, module in zip(layers, attention or (), strict=True):
-            layer.self_attn = module
-        try:
+        """Compute the output for a causal prompt; ``attention`` replaces the attention module of a single layer."""
+        if attention is None:
             return self.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        (layer,) = self.model.layers
+        own, layer.self_attn = layer.self_attn, attention
+        try:
+            return self(hidden)
         finally:
-            for layer, module in zip(layers, own, strict=True):
-                layer.self_attn = module
+            layer.self_attn = own
 
     def attention_inputs(self, hidden: Tensor) -> Tensor:
         """Return the attention inputs [B, T, D], after the input norm if the family has one."""
@@ -325,15 +313,6 @@ class StreamedLayer:
     @property
     def config(self):
         return self.model.config
-
-
-@dataclass
-class StreamedBlock(StreamedLayer):
-    """Consecutive decoder layers, loaded together."""
-
-    def __call__(self, hidden: Tensor, attention: Sequence[nn.Module] | None = None) -> Tensor:
-        """Compute the last layer's output for a causal prompt [B, T, D]; ``attention`` replaces each layer's."""
-        return self._run(hidden, attention)
 
 
 def _joined_config(singles: list):

@@ -40,7 +40,7 @@ from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Workload
 from surgery.structures.registry import TARGETS
 from surgery.structures.request import ConversionRequest, open_request
-from surgery.verification.written import Verification, prompt_of
+from surgery.verification.written import Verification
 from surgery.version import __version__
 
 STEPS = 6
@@ -196,7 +196,7 @@ def build_report(
         calibration=work.texts.description,
         kv={
             "source_bytes_per_token": shape.kv_bytes_per_token,
-            "predicted_bytes_per_token": predicted(at, prompt=prompt_of(at)) / at,
+            "predicted_bytes_per_token": predicted(at) / at,
             "measured_bytes_per_token": verification.kv_bytes_per_token,
             "measured_at_tokens": at,
             "ratio": verification.kv_bytes_per_token / shape.kv_bytes_per_token,

@@ -115,8 +115,8 @@ TARGETS: Registry[Target] = Registry(
             Target(
                 "crosslayer",
                 CrossLayerSettings,
-                "surgery.structures.cross_layer.structure:CrossLayer",
-                "keys and values that adjacent layers share",
+                "surgery.structures.cross_layer.structure:Cascade",
+                "quantized latents that later layers read too",
             ),
             Target(
                 "hybrid",

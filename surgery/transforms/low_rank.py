@@ -1,4 +1,4 @@
-"""Closed forms of low-rank keys and values of one layer, alone or on top of the latents of earlier layers.
+"""Closed forms of low-rank keys and values of one layer.
 
 ``z = [k ; v]`` are keys and values without their bias, ``z = W x``; the bias is added after rebuilding. Keys are taken
 before a key norm, where they are linear in the input; the norm is applied to the rebuilt keys. With mean m and bias b,
@@ -19,8 +19,7 @@ from torch import Tensor
 from surgery.calibration.statistics import LayerStatistics
 from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy
-from surgery.running.moment_precision import MomentPrecision
-from surgery.transforms.algebra import damp, psd_powers
+from surgery.transforms.algebra import damp
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import METHODS, BlockMoments
 
@@ -44,47 +43,6 @@ class LowRankConversion:
     energies: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class SharedMoments:
-    """Second moments of a layer's bias-free ``z`` and the latents that earlier layers cached of the same token.
-
-    Keys include the weight of a key norm, as in :class:`LayerStatistics`; tokens are weighted as in its
-    ``gradient_weighted_moment``.
-    """
-
-    cross: Tensor  # E[z c_sᵀ], [n, s]
-    moment: Tensor  # E[c_s c_sᵀ], [s, s]
-    stored: torch.dtype = torch.float64  # dtype of the down-projections of the latents
-
-    @classmethod
-    def of(
-        cls,
-        anatomy: AttentionAnatomy,
-        inputs: Tensor,
-        latents: Tensor,
-        weight: Tensor | None = None,
-        stored: torch.dtype = torch.float64,
-    ) -> SharedMoments:
-        """Measure the moments on the layer's inputs [N, T, D] and the shared latents [N, T, s] of the same tokens.
-
-        ``weight`` [N T] is :attr:`LayerStatistics.token_weight`. Products within a sequence use the anatomy's dtype;
-        sums are in float64, on the device that :mod:`surgery.running.moment_precision` chooses.
-        """
-        weight = torch.ones(inputs.shape[:2].numel()) if weight is None else weight
-        rows = kv_rows(anatomy)
-        size = latents.shape[-1]
-        precision = MomentPrecision.of(rows.device, 2 * 8 * size * (len(rows) + size))
-        cross = torch.zeros(len(rows), size, dtype=torch.float64, device=precision.sums)
-        moment = torch.zeros(size, size, dtype=torch.float64, device=precision.sums)
-        for x, c, w in zip(inputs, latents, weight.view(inputs.shape[:2]), strict=True):
-            c = c.to(rows)
-            weighted = c * w.to(rows)[:, None]
-            cross += precision.kept(rows @ (x.to(rows).mT @ weighted))
-            moment += precision.kept(c.mT @ weighted)
-        total = float(weight.double().sum())
-        return cls(cross.cpu() / total, moment.cpu() / total, stored)
-
-
 def kv_rows(anatomy: AttentionAnatomy) -> Tensor:
     """Return the rows [n, D] that compute the bias-free ``z``, including the weight of a key norm."""
     return torch.cat([anatomy.key_weight()[0].flatten(0, 1), anatomy.v.flatten(0, 1)])
@@ -105,7 +63,6 @@ def low_rank_layer(
     statistics: LayerStatistics,
     blocks: tuple[Block, ...],
     method: str = "fisher",
-    shared: SharedMoments | None = None,
 ) -> LowRankConversion:
     """Convert one layer to low-rank form.
 
@@ -114,28 +71,18 @@ def low_rank_layer(
         statistics: statistics of this layer, with gradients.
         blocks: from :func:`surgery.transforms.low_rank_methods.blocks_for`, or with other ranks.
         method: a key of ``METHODS``.
-        shared: moments with the latents of earlier layers, which cost no further cache next to the layer's own.
 
     Raises:
         SurgeryError: blocks that do not serve each key and value head once or have more latents than elements to
             rebuild.
-        ValueError: shared latents with a method other than "fisher", or with more than one block.
     """
     rule = METHODS[method]
     _check_blocks(anatomy, blocks)
-    if shared is not None and (method != "fisher" or len(blocks) != 1):
-        raise ValueError("reading the latents of earlier layers requires method fisher with one block of latents")
     scale = key_scale(anatomy)
     weighted = _bias_free(anatomy, statistics, weighted=True) / scale / scale[:, None]
     moment = weighted if rule.weighted else _bias_free(anatomy, statistics, weighted=False) / scale / scale[:, None]
     weight = kv_rows(anatomy) / scale[:, None]
     metric = loss_metric(anatomy, statistics)
-    prediction = torch.zeros(len(moment), 0, dtype=moment.dtype)
-    if shared is not None:
-        cross = shared.cross / scale[:, None]
-        prediction = regression(cross, shared.moment, shared.stored)
-        predicted = prediction @ cross.mT
-        moment = weighted = weighted - predicted - predicted.mT + prediction @ shared.moment @ prediction.mT
     whole = BlockMoments(moment, metric)
     down, up, energies, start = [], moment.new_zeros(len(moment), sum(b.rank for b in blocks)), [], 0
     projection = moment.new_zeros(len(moment), len(moment))  # up down, so that ẑ = projection z
@@ -147,8 +94,6 @@ def low_rank_layer(
         projection[index[:, None], index] = factors.up @ factors.down
         energies.append(factors.energy)
         start += block.rank
-    # The own latents' up-projections rebuild only the part that the shared latents do not predict.
-    up = torch.cat([prediction - projection @ prediction, up], dim=1)
     key_up, value_up = up.split([anatomy.kv_heads * anatomy.head_dim, anatomy.kv_heads * anatomy.value_dim])
     layer = LowRankLayer(
         source=anatomy,
@@ -195,20 +140,6 @@ def _bias_free(anatomy: AttentionAnatomy, statistics: LayerStatistics, *, weight
         bias[keys:] = value_bias.flatten()
     both = torch.outer(bias, mean)
     return moment - both - both.mT + torch.outer(bias, bias)
-
-
-def regression(cross: Tensor, moment: Tensor, stored: torch.dtype = torch.float64) -> Tensor:
-    """Compute the regression ``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; latents of very different sizes are scaled to one first.
-
-    Latents that vary no more than rounding errors of the largest get no weight: they are channels that the row has and
-    the layer does not need. Weights of the dtype ``stored`` shift a latent by about eps / 4 of the largest. Inputs
-    after a LayerNorm have zero mean, so in one direction they vary by that alone.
-    """
-    variance = moment.diagonal()
-    rounding = max(torch.finfo(moment.dtype).eps * len(moment), (torch.finfo(stored).eps / 4) ** 2)
-    size = torch.where(variance > rounding * variance.max(), variance, torch.inf).rsqrt()
-    (inverse,) = psd_powers(moment * size * size[:, None], (-1.0,))
-    return cross * size @ inverse * size
 
 
 def elements_of(anatomy: AttentionAnatomy, block: Block) -> Tensor:

@@ -80,7 +80,7 @@ class SimulatedLowRank(nn.Module):
             call i, so all have to see the same prompts in the same order.
         sinks, window: tokens whose keys and values are exact, see the top of this file.
         read: maps latents to the values that a cache of packed rows returns.
-        remembers: whether to record latents [B, T, r], one tensor per call, for later layers of the group.
+        remembers: whether to record latents [B, T, r], one tensor per call, for later layers of a group.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SimulatedLowRank(nn.Module):
         sinks: int = 0,
         window: int = 0,
         read: Read | None = None,
-        remembers: bool = True,
+        remembers: bool = False,
     ):
         super().__init__()
         self.layer, self.sinks, self.window, self.read = layer, sinks, window, read

@@ -25,7 +25,9 @@ from surgery.calibration.statistics import LayerStatistics
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.model.token_format import Runs
 from surgery.model.token_quantizer import TokenQuantizer
-from surgery.transforms.low_rank import SharedMoments, elements_of, key_scale, kv_rows, loss_metric, regression
+from surgery.running.moment_precision import MomentPrecision
+from surgery.transforms.algebra import psd_powers
+from surgery.transforms.low_rank import elements_of, key_scale, kv_rows, loss_metric
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
 from surgery.transforms.low_rank_methods import BlockMoments, Factors, loss_weighted
 from surgery.transforms.row_allocation import Section, unit_order
@@ -128,6 +130,58 @@ def unpredicted(
     elements = tuple(elements_of(anatomy, block) for block in blocks)
     factors = tuple(loss_weighted(moments.of(indices), len(indices)) for indices in elements)
     return Unpredicted(blocks, elements, factors, rows, prediction, mean)
+
+
+@dataclass(frozen=True)
+class SharedMoments:
+    """Second moments of a layer's bias-free ``z`` and the latents that earlier layers cached of the same token.
+
+    Keys include the weight of a key norm, as in :class:`LayerStatistics`; tokens are weighted as in its
+    ``gradient_weighted_moment``.
+    """
+
+    cross: Tensor  # E[z c_sᵀ], [n, s]
+    moment: Tensor  # E[c_s c_sᵀ], [s, s]
+
+    @classmethod
+    def of(
+        cls,
+        anatomy: AttentionAnatomy,
+        inputs: Tensor,
+        latents: Tensor,
+        weight: Tensor,
+    ) -> SharedMoments:
+        """Measure the moments on the layer's inputs [N, T, D] and the shared latents [N, T, s] of the same tokens.
+
+        ``weight`` [N T] is :attr:`LayerStatistics.token_weight`. Products within a sequence use the anatomy's dtype;
+        sums are in float64, on the device that :mod:`surgery.running.moment_precision` chooses.
+        """
+        rows = kv_rows(anatomy)
+        size = latents.shape[-1]
+        precision = MomentPrecision.of(rows.device, 2 * 8 * size * (len(rows) + size))
+        cross = torch.zeros(len(rows), size, dtype=torch.float64, device=precision.sums)
+        moment = torch.zeros(size, size, dtype=torch.float64, device=precision.sums)
+        for x, c, w in zip(inputs, latents, weight.view(inputs.shape[:2]), strict=True):
+            c = c.to(rows)
+            weighted = c * w.to(rows)[:, None]
+            cross += precision.kept(rows @ (x.to(rows).mT @ weighted))
+            moment += precision.kept(c.mT @ weighted)
+        total = float(weight.double().sum())
+        return cls(cross.cpu() / total, moment.cpu() / total)
+
+
+def regression(cross: Tensor, moment: Tensor, stored: torch.dtype = torch.float64) -> Tensor:
+    """Compute the regression ``E[z cᵀ] E[c cᵀ]^{-1}`` [n, s]; latents of very different sizes are scaled to one first.
+
+    Latents that vary no more than rounding errors of the largest get no weight: they are channels that the row has and
+    the layer does not need. Weights of the dtype ``stored`` shift a latent by about eps / 4 of the largest. Inputs
+    after a LayerNorm have zero mean, so in one direction they vary by that alone.
+    """
+    variance = moment.diagonal()
+    rounding = max(torch.finfo(moment.dtype).eps * len(moment), (torch.finfo(stored).eps / 4) ** 2)
+    size = torch.where(variance > rounding * variance.max(), variance, torch.inf).rsqrt()
+    (inverse,) = psd_powers(moment * size * size[:, None], (-1.0,))
+    return cross * size @ inverse * size
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def verify_by_running(
     rounding = QUANTIZED_TOLERANCE if rounds else CACHE_TOLERANCE[stream.dtype]
     if not difference <= TOLERANCE[weight_dtype] + rounding:
         raise SurgeryError.at(path, f"logits of the written checkpoint differ from the simulation by {difference:.1e}")
-    predicted = kv_bytes_of(reader.config, weight_dtype)(tokens, prompt=prompt_of(tokens))
+    predicted = kv_bytes_of(reader.config, weight_dtype)(tokens)
     if measured != predicted:
         raise SurgeryError(f"the live cache takes {measured} bytes at {tokens} tokens, predicted {predicted}")
     worst = max(differences, default=None)

@@ -19,15 +19,12 @@ from surgery.checkpoint import CheckpointReader
 from surgery.common.errors import SurgeryError
 from surgery.console.inspection import show_inspection
 from surgery.engines.verdict import LOADS
-from surgery.eval.kv_cache import cache_bytes
 from surgery.families import LATENT_FAMILIES, latent_family_of
 from surgery.families.attention import CapturedAttention, attend, output
 from surgery.inspection.inspect import inspect_checkpoint
-from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.planning.plan import make_plan
 from surgery.planning.settings import PlanSettings
 from surgery.running.source import Source
-from surgery.structures.cross_layer.settings import CrossLayerSettings
 from surgery.structures.dry_run import plan_conversion
 from surgery.structures.mla.settings import ConvertSettings
 from surgery.structures.registry import TARGETS
@@ -135,67 +132,10 @@ def test_fewer_latents(checkpoints, tmp_path, name):
     assert off(after_padding(model, text), whole) < 1e-5
 
 
-SHARED = CrossLayerSettings(**SHORT_TEXT, method="xkv", group_size=2, block=8, batch_size=2, kv_ratio=0.7)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "minicpm3" else pytest.mark.slow) for name in LATENT_CONFIGS]
-)
-@torch.no_grad()
-def test_layers_share_their_latents(checkpoints, tmp_path, name):
-    source = checkpoints(name)
-    forecast = plan_conversion(source, tmp_path / "forecast", SHARED)
-    report = convert_checkpoint(source, tmp_path / "out", SHARED).report
-    kv = report.kv
-    assert kv["measured_bytes_per_token"] == kv["predicted_bytes_per_token"] == forecast.kv["bytes_per_token"]
-    assert kv["measured_bytes_per_token"] == 4 * (17 + 8 + 3 * 8) <= 0.7 * kv["source_bytes_per_token"]
-    assert report.verification["logit_difference_to_simulation"] < 1e-5
-    losses = {row["stage"]: row["loss"] for row in report.ladder}
-    assert abs(losses["shared"] - losses["source"]) > 1e-4
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
-    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
-    assert {key.rpartition(".")[2] for key in after.keys() - before.keys()} == {"basis_down", "basis_up"}
-    assert inspect_checkpoint(tmp_path / "out").kv["bytes_at"][32_768] <= 4 * (32_768 * 49 + 8 * 48)
-
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    text = tokens(2, 24)
-    whole, (pieces, cache) = model(text).logits, in_pieces(model, text)
-    assert off(pieces, whole) < 1e-5
-    assert cache_bytes(cache) == model.kv_cache_bytes(2, 24)
-    logits, cached, _ = run_elsewhere(tmp_path / "out", text, tmp_path, trust=True)
-    assert off(logits, whole) < 1e-5 and off(cached, whole) < 1e-5
-    # A block, as blocks count the padding.
-    assert off(after_padding(model, text, 8, numbered=False), whole) < 1e-4
-
-
-@pytest.mark.parametrize("name", LATENT_CONFIGS)
-@torch.no_grad()
-def test_a_shared_basis_of_full_rank_is_the_source(checkpoints, name):
-    source = AutoModelForCausalLM.from_pretrained(checkpoints(name)).eval()
-    group = {"kind": "cross_layer_mla", "group_size": 3, "rank": 48, "block": 4, "sinks": 1, "window": 2}
-    model = SurgeryForCausalLM(SurgeryConfig.from_base(source.config, [{**group, "place": i} for i in range(3)])).eval()
-    model.load_state_dict(source.state_dict(), strict=False)
-    basis = torch.linalg.qr(torch.randn(48, 48, generator=torch.Generator().manual_seed(2)))[0]
-    for layer, part in zip(model.model.layers, basis.split(16, dim=1), strict=True):
-        layer.self_attn.basis_down.copy_(part)
-        layer.self_attn.basis_up.copy_(part.T)
-    assert off(model(tokens(2, 24)).logits, source(tokens(2, 24)).logits) < 1e-5
-
-
-@pytest.mark.slow
-def test_what_was_converted_to_stock_shares_its_latents(checkpoints, tmp_path):
-    first = ConvertSettings(**SHORT_TEXT, kv_lora_rank=16, rope_dim=4)
-    stock = convert_checkpoint(checkpoints("llama"), tmp_path / "stock", first)
-    report = convert_checkpoint(stock.path, tmp_path / "out", SHARED).report
-    assert report.source["model_type"] == "deepseek_v3" and report.target["model_type"] == "surgery"
-    assert report.kv["measured_bytes_per_token"] <= 0.7 * stock.report.kv["measured_bytes_per_token"]
-    assert report.verification["logit_difference_to_simulation"] < 1e-5
-
-
-def test_a_plan_weighs_fewer_latents_and_shared_ones(checkpoints):
+def test_a_plan_weighs_fewer_latents(checkpoints):
     settings = PlanSettings(**{**SHORT_TEXT, "held_out": 2}, kv_ratio=0.7, context="64")
     plan = make_plan(checkpoints("deepseek_v3"), settings)
-    assert {row.to for row in plan.rows} == {"mla", "crosslayer"} and plan.chosen.kv_ratio <= 0.7
+    assert {row.to for row in plan.rows} == {"mla"} and plan.chosen.kv_ratio <= 0.7
     assert plan.source["kv_bytes"] == 64 * 3 * 24 * 4
 
 
@@ -270,16 +210,15 @@ def test_what_cannot_be_asked_of_an_mla_model(checkpoints, tmp_path, settings, m
     ("to", "overrides"),
     [
         *((to, {}) for to in TARGETS if to not in ("mla", "quantized", "crosslayer", "hybrid")),
-        ("quantized", {"calibration": "builtin"}),
+        *((to, {"calibration": "builtin"}) for to in ("quantized", "crosslayer")),
         ("hybrid", {"streaming": 1}),
-        *(("crosslayer", {"method": method}) for method in ("cascade", "minicache")),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_other_structures_refuse_an_mla_model(checkpoints, tmp_path, name, to, overrides):
     settings = TARGETS[to].settings({"calibration": "none", **overrides})
-    with pytest.raises(SurgeryError, match=r"has MLA attention already|with method xkv only|heads of stock MLA"):
+    with pytest.raises(SurgeryError, match=r"has MLA attention already|heads of stock MLA"):
         convert_checkpoint(checkpoints(name), tmp_path / "out", settings)
     assert not list(tmp_path.iterdir())
 

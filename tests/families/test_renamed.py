@@ -31,11 +31,9 @@ PUBLISHED = {
     "gpt2": (("transformer.", ""), "h.{}.attn.", ("bias", "masked_bias")),
 }
 """Names of published checkpoints that differ from transformers', and buffers of their attention."""
-CROSS = {"kind": "cross_layer", "group_size": 2, "rank": 48, "block": 8, "sinks": 0, "window": 0}
 ENTRIES = {
     "stock": [None, None],
     "grouped": [{"kind": "grouped", "kv_heads": 2}, None],
-    "cross_layer": [{**CROSS, "place": 0}, {**CROSS, "place": 1}],
 }
 
 
@@ -106,14 +104,13 @@ def test_the_custom_class_is_a_model_like_others(name, kind):
     want = model(tokens).logits
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(tokens).logits, want)
-    # Padding of whole blocks moves no block, and positions, learned ones too, are those that are given.
+    # Positions, learned ones too, are those that are given.
     torch.testing.assert_close(after_padding(model, tokens, 8), want, rtol=1e-4, atol=1e-4)
-    if kind != "cross_layer":
-        model.set_attn_implementation("eager")
-        records = model(tokens, output_attentions=True, output_hidden_states=True)
-        assert [tuple(each.shape) for each in records.attentions] == [(1, 4, 40, 40)] * 2
-        assert len(records.hidden_states) == 3
-        torch.testing.assert_close(records.logits, want)
+    model.set_attn_implementation("eager")
+    records = model(tokens, output_attentions=True, output_hidden_states=True)
+    assert [tuple(each.shape) for each in records.attentions] == [(1, 4, 40, 40)] * 2
+    assert len(records.hidden_states) == 3
+    torch.testing.assert_close(records.logits, want)
 
 
 @pytest.mark.parametrize("name", NAMES)

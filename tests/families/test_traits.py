@@ -25,7 +25,7 @@ from surgery.structures.mla.settings import ConvertSettings
 STRUCTURES = {
     "mla": ConvertSettings(**SHORT_TEXT, kv_ratio=0.5, allocate="uniform"),
     "lowrank": LowRankSettings(**SHORT_TEXT, kv_ratio=0.5),
-    "crosslayer": CrossLayerSettings(**SHORT_TEXT, method="xkv", group_size=2, block=16),
+    "crosslayer": CrossLayerSettings(**SHORT_TEXT, group_size=2),
     "hybrid": HybridSettings(calibration="none", streaming=1.0, sinks=2, recent=6),
 }
 FULL = ["full_attention"] * 2

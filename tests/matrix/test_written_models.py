@@ -3,7 +3,6 @@
 import pytest
 import torch
 from own_models import KINDS
-from shared_caches import FORMS
 from written_models import WRITTEN, inputs
 
 from surgery.model.configuration_surgery import _KV_CACHE_OPTIONS, SurgeryConfig
@@ -28,7 +27,7 @@ def caches_of(configs: list[SurgeryConfig]) -> list[dict]:
 
 def test_every_kind_of_attention_has_a_model(configs):
     assert {entry["kind"] for entry in entries_of(configs)} == set(ENTRY_KINDS)
-    assert KINDS.keys() <= WRITTEN.keys() and {f"cross_layer_{form}" for form in FORMS} <= WRITTEN.keys()
+    assert KINDS.keys() <= WRITTEN.keys()
 
 
 def test_every_format_and_option_of_a_cache_has_a_model(configs):

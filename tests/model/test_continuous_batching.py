@@ -43,7 +43,7 @@ def test_stock_mla_fails_in_transformers():
         assert "index_copy_" in each.error and not each.generated_tokens
 
 
-@pytest.mark.parametrize("kind", ["mla-own", "lowrank", "gqa-by-layer", "hybrid", "quantized", "xkv"])
+@pytest.mark.parametrize("kind", ["mla-own", "lowrank", "gqa-by-layer", "hybrid", "quantized"])
 def test_the_custom_class_refuses_at_once(kind):
     with pytest.raises(ValueError, match="continuous batching is not supported, as its pages hold keys and values"):
         loaded(kind).generate_batch(PROMPTS, generation_config=GenerationConfig(max_new_tokens=2))

@@ -26,7 +26,6 @@ MODELS_OF = {
     "grouped": ("grouped",),
     "low_rank": ("low_rank", "streaming_blocks", "window"),
     "hybrid": ("hybrid",),
-    "cross_layer": ("cross_layer_static",),
     "quantized": ("quantized_plain", "quantized_latent"),
     "mixed": ("mixed", "streaming_latent", "quantized_hybrid"),
     "quantized_latent": ("rows_latent", "rows_latent_key_norm", "rows_latent_predicted"),
@@ -74,7 +73,7 @@ def test_lines_of_an_mla_checkpoint(tmp_path):
 def test_the_last_entry_module_has_all_parts():
     entries = [getattr(part(module), name) for module, name in (*KINDS.values(), *STREAMING_KINDS.values())]
     parts = {entry.attention[0] for entry in entries}
-    parts |= {*DECODERS.values(), *QUANTIZED, "blockwise_decoder"}
+    parts |= {*DECODERS.values(), *QUANTIZED}
     assert parts <= set(get_relative_imports(FOLDER / f"{ENTRIES[-1]}.py"))
     carried = {path.stem for path in remote_code_files(surgery.model.PICTURES_AUTO_MAP)}
     assert carried == {path.stem for path in FOLDER.glob("*.py")} - NOT_CARRIED - set(ENTRIES[:-1])

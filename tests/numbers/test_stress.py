@@ -22,7 +22,7 @@ REQUESTS = {
     "mla": {"kv_ratio": 0.5},
     "gqa": {"kv_heads": 1},
     "lowrank": {"kv_ratio": 0.5},
-    "crosslayer": {"kv_ratio": 0.5, "group_size": 2},
+    "crosslayer": {"group_size": 2},
     "hybrid": {"streaming": 1},
     "quantized": {},
 }

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from own_models import KINDS, LATENT, LAYERS, SHAPE, hybrid_entry, low_rank_entry, tiny_source, tokens
 from picture_models import CONFIGS, prompt
-from shared_caches import FORMS, PROMPT
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DeepseekV3Config, PreTrainedModel
 
 from surgery.model import SurgeryConfig, SurgeryForCausalLM, SurgeryPicturesConfig
@@ -33,7 +32,6 @@ HEAD_ROWS = {**LOW_RANK_ROWS, "blocks": HEAD_BLOCKS, "latent_runs": HEAD_RUNS}
 HEAD_PAIRS = [{"rank": 4 + 4 * head, "keys": [head], "values": [head]} for head in range(2)]
 HEAD_PAIR_ROWS = {**LOW_RANK_ROWS, "blocks": HEAD_PAIRS, "latent_runs": [["4+4", 2], ["2+2+2+2", 2]]}
 KEY_NORM_ENTRY = {**LATENT_ENTRY, "key_norm_eps": 1e-6}
-GROUP = {"group_size": 2, "rank": 6, "block": 4, "sinks": 1, "window": 2}
 MLA = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": None}
 DENSE_MLA = {**SHAPE, "num_key_value_heads": 4, **MLA, "intermediate_size": 48, "first_k_dense_replace": LAYERS}
 IMAGES = "pictures"
@@ -71,13 +69,8 @@ def from_entries(*entries: dict[str, Any] | None, family: str = "llama", **setti
     return perturbed(SurgeryForCausalLM(config))
 
 
-def in_group(entry: dict[str, Any], **settings: Any) -> PreTrainedModel:
-    """Make a random model whose layers are one group that shares a cache."""
-    return from_entries(*({**entry, "place": index} for index in range(LAYERS)), **settings)
-
-
 @torch.no_grad()
-def mla(entries: list[dict[str, Any] | None] | None = None, **settings: Any) -> PreTrainedModel:
+def mla(entries: list[None] | None = None, **settings: Any) -> PreTrainedModel:
     """Make a random dense MLA: stock `deepseek_v3`, or the custom class around it if there are entries."""
     config = DeepseekV3Config(**DENSE_MLA)
     torch.manual_seed(1)
@@ -106,10 +99,6 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     **{kind: partial(from_kind, kind) for kind in KINDS},
     "latent_key_norm": partial(from_kind, "latent", "qwen3"),
     "low_rank_key_norm": partial(from_kind, "low_rank", "qwen3"),
-    **{f"cross_layer_{form}": partial(in_group, entry) for form, entry in FORMS.items()},
-    "cross_layer_prompt": partial(in_group, PROMPT),
-    "cross_layer_latent": partial(in_group, {**KEY_NORM_ENTRY, "kind": "cross_layer_latent", **GROUP}, family="qwen3"),
-    "cross_layer_mla": lambda: mla([{"kind": "cross_layer_mla", **GROUP, "place": index} for index in range(LAYERS)]),
     "quantized_plain": partial(from_entries, None, kv_cache=INT4 | {"sinks": 1, "clip": True}),
     "quantized_latent": partial(from_entries, LATENT_ENTRY, kv_cache=INT8 | {"rope_format": "exact"}),
     "quantized_low_rank": partial(from_entries, low_rank_entry(), kv_cache=INT4),
@@ -152,7 +141,7 @@ WRITTEN = {name: partial(copy_of, name) for name in MAKERS}
 CUSTOM = [name for name in WRITTEN if name not in ("mla", "fewer_heads")]
 """Those of the custom model class."""
 
-QUICK = ("latent", "low_rank", "window", "hybrid", "cross_layer_static", "quantized_plain", "quantized_latent", "mixed")
+QUICK = ("latent", "low_rank", "window", "hybrid", "quantized_plain", "quantized_latent", "mixed")
 """Kinds on which slow tests run by default."""
 
 

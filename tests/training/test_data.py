@@ -7,7 +7,6 @@ from own_models import KINDS, tiny_source
 from tiny_models import DEMO
 from training_data import opened_data
 from transformers import AutoTokenizer
-from written_models import WRITTEN
 
 from surgery.common.errors import SurgeryError
 from surgery.training import sources
@@ -61,10 +60,6 @@ def source(family):
 def test_models_of_the_custom_class_honor_document_masks(kind):
     """hiyouga/LLaMA-Factory#4224, huggingface/transformers#46634."""
     assert honours_document_masks(KINDS[kind](source("llama")))
-
-
-def test_layers_that_share_a_cache_refuse_packed_documents():
-    assert not honours_document_masks(WRITTEN["cross_layer_static"]())
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "mixtral"])

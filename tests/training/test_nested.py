@@ -22,7 +22,7 @@ from surgery.training.nested import NestedRanks, kept_rank
 from surgery.training.settings import HealSettings
 
 SHARES = (1.0, 0.5, 0.25)
-NESTS = ("latent", "low_rank", "blocks", "window", "shared", "streaming_latent", "streaming_blocks")
+NESTS = ("latent", "low_rank", "blocks", "window", "streaming_latent", "streaming_blocks")
 
 
 @pytest.fixture(scope="module")

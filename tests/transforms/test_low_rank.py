@@ -16,7 +16,7 @@ from surgery.families.anatomy import AttentionAnatomy, HeadNorm
 from surgery.families.attention import CapturedAttention
 from surgery.running.source import Source
 from surgery.transforms.algebra import damp
-from surgery.transforms.low_rank import LowRankConversion, SharedMoments, loss_metric, low_rank_layer, regression
+from surgery.transforms.low_rank import LowRankConversion, loss_metric, low_rank_layer
 from surgery.transforms.low_rank_layer import Block, SimulatedLowRank
 from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
 
@@ -61,11 +61,10 @@ def bias_free(layer: AttentionAnatomy, x: Tensor) -> Tensor:
     return x.flatten(0, 1) @ torch.cat([layer.k.flatten(0, 1), layer.v.flatten(0, 1)]).mT
 
 
-def unpredicted(converted: LowRankConversion, x: Tensor, shared: Tensor | None = None) -> Tensor:
+def unpredicted(converted: LowRankConversion, x: Tensor) -> Tensor:
     """Return the error of the bias-free keys and values [tokens, n]."""
     layer = converted.layer
     latents = x @ layer.down.mT
-    latents = latents if shared is None else torch.cat([shared, latents], dim=-1)
     up = torch.cat([layer.key_up.flatten(0, 1), layer.value_up.flatten(0, 1)])
     return bias_free(layer.source, x) - latents.flatten(0, 1) @ up.mT
 
@@ -150,66 +149,6 @@ def test_latents_are_as_large_as_what_they_stand_for():
     assert float(gradient_moment(latents, statistics).trace()) == pytest.approx(
         float(gradient_moment(whole, statistics).trace()), rel=1e-6
     )
-
-
-# Latents of earlier layers.
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shared_latents_are_used_as_well_as_least_squares_can(kind):
-    layer, x = random_layer(kind), inputs_of(random_layer(kind))
-    # Latents that know something of the inputs, one of them tiny and one nearly the copy of another.
-    shared = x @ random(D, 7, seed=70) + 0.5 * random(4, 60, 7, seed=71)
-    shared = torch.cat([shared * torch.tensor([1.0, 1e-3, 30.0, 1.0, 1.0, 1.0, 1.0]), shared[..., :1] * 1.001], dim=-1)
-    statistics = swept(layer)
-    moments = SharedMoments.of(layer, x, shared, statistics.token_weight)
-    converted = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 9), shared=moments)
-    assert (converted.layer.rank, converted.layer.shared) == (9, 8)
-    error, metric = unpredicted(converted, x, shared), metric_of(statistics)
-    assert_predicted(converted, error, statistics)
-    assert converted.error == pytest.approx(float(converted.energies[0][9:].sum()), rel=1e-6)
-    # No other ups do better on the same latents.
-    root = statistics.token_weight.double().sqrt()[:, None]
-    latents = root * torch.cat([shared, x @ converted.layer.down.mT], dim=-1).flatten(0, 1)
-    whole = root * bias_free(layer, x)
-    best = whole - latents @ (torch.linalg.pinv(latents, rtol=1e-12) @ whole)
-    assert float((root * error - best).norm() / best.norm()) < 1e-4
-    # Nor do the latents that a layer alone would choose, with the best ups.
-    alone = low_rank_layer(layer, statistics, blocks_for("fisher", layer, 9))
-    latents = root * torch.cat([shared, x @ alone.layer.down.mT], dim=-1).flatten(0, 1)
-    other = whole - latents @ (torch.linalg.pinv(latents, rtol=1e-12) @ whole)
-    assert converted.error < float((metric * (other.mT @ other / len(other))).sum())
-    assert converted.error < alone.error
-
-
-@pytest.mark.parametrize("variance", [0.0, 1e-20])
-def test_nothing_is_predicted_from_a_latent_that_does_not_vary(variance):
-    generator = torch.Generator().manual_seed(22)
-    latents = torch.randn(64, 5, generator=generator, dtype=torch.float64)
-    z = latents @ torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    cross, moment = z.mT @ latents, torch.zeros(6, 6, dtype=torch.float64)
-    moment[:5, :5], moment[5, 5] = latents.mT @ latents, variance
-    constant = torch.full((7, 1), 1e-15, dtype=torch.float64)  # what rounding leaves
-    result = regression(torch.cat([cross, constant], dim=1), moment)
-    torch.testing.assert_close(result[:, :5], regression(cross, moment[:5, :5]))
-    assert not result[:, 5].any()
-
-
-def test_nothing_is_predicted_from_what_rounding_of_stored_weights_leaves():
-    # As after a LayerNorm, whose outputs have no mean: there a latent is what bfloat16 makes of its weights.
-    moment = torch.diag(torch.tensor([1.0, 1e-3, 1e-8], dtype=torch.float64))
-    cross = torch.tensor([[0.5, 1e-3, 1e-5]], dtype=torch.float64)
-    torch.testing.assert_close(regression(cross, moment), torch.tensor([[0.5, 1.0, 1e3]], dtype=torch.float64))
-    result = regression(cross, moment, torch.bfloat16)
-    torch.testing.assert_close(result, torch.tensor([[0.5, 1.0, 0.0]], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("method", ["separate", "svd-llm"])
-def test_shared_latents_with_other_methods(method):
-    layer = random_layer()
-    moments = SharedMoments.of(layer, inputs_of(layer), random(4, 60, 3, seed=70))
-    with pytest.raises(ValueError, match="latents of earlier layers"):
-        low_rank_layer(layer, swept(layer), blocks_for(method, layer, 9), method, shared=moments)
 
 
 # Named methods.

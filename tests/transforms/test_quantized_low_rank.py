@@ -12,7 +12,7 @@ from surgery.model.low_rank_entry import Block
 from surgery.model.token_format import TokenFormat
 from surgery.model.token_quantizer import TokenQuantizer
 from surgery.transforms.low_rank_layer import SimulatedLowRank
-from surgery.transforms.quantized_low_rank import convert_layer, unpredicted
+from surgery.transforms.quantized_low_rank import convert_layer, regression, unpredicted
 from surgery.transforms.row_quantizer import centered, fit_steps, reader
 
 FIRST = 2
@@ -95,10 +95,10 @@ def test_latents_that_earlier_ones_tell_hold_what_is_left(layer):
     decoded = reader(before.quantizer, FIRST)(before.layer.latents(inputs))
     after = converted(layer, FOUR, shared=decoded)
     assert float(after.spectrum.energies[0].sum()) < 0.1 * float(before.spectrum.energies[0].sum())
-    earlier = SimulatedLowRank(before.layer, read=reader(before.quantizer, FIRST))
+    earlier = SimulatedLowRank(before.layer, read=reader(before.quantizer, FIRST), remembers=True)
     earlier(inputs)
     assert output_error(layer, after, (earlier,)) < 0.2 * output_error(layer, before)
-    exact_first = SimulatedLowRank(before.layer, read=exact)
+    exact_first = SimulatedLowRank(before.layer, read=exact, remembers=True)
     exact_first(inputs)
     assert output_error(layer, after, (exact_first,), exact) < 1e-9
     assert after.layer.shared == 24 and after.layer.shared_down.shape == (24, 24)
@@ -131,3 +131,25 @@ def test_steps_leave_the_least_error_and_pairs_share_them():
         quantizer.step = steps * factor
         assert bool((error() >= 0.97 * best).all())
     torch.testing.assert_close(quantizer.mean, (values * weight[:, None]).sum(0) / weight.sum(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variance", [0.0, 1e-20])
+def test_nothing_is_predicted_from_a_latent_that_does_not_vary(variance):
+    generator = torch.Generator().manual_seed(22)
+    latents = torch.randn(64, 5, generator=generator, dtype=torch.float64)
+    z = latents @ torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    cross, moment = z.mT @ latents, torch.zeros(6, 6, dtype=torch.float64)
+    moment[:5, :5], moment[5, 5] = latents.mT @ latents, variance
+    constant = torch.full((7, 1), 1e-15, dtype=torch.float64)  # what rounding leaves
+    result = regression(torch.cat([cross, constant], dim=1), moment)
+    torch.testing.assert_close(result[:, :5], regression(cross, moment[:5, :5]))
+    assert not result[:, 5].any()
+
+
+def test_nothing_is_predicted_from_what_rounding_of_stored_weights_leaves():
+    # As after a LayerNorm, whose outputs have no mean: there a latent is what bfloat16 makes of its weights.
+    moment = torch.diag(torch.tensor([1.0, 1e-3, 1e-8], dtype=torch.float64))
+    cross = torch.tensor([[0.5, 1e-3, 1e-5]], dtype=torch.float64)
+    torch.testing.assert_close(regression(cross, moment), torch.tensor([[0.5, 1.0, 1e3]], dtype=torch.float64))
+    result = regression(cross, moment, torch.bfloat16)
+    torch.testing.assert_close(result, torch.tensor([[0.5, 1.0, 0.0]], dtype=torch.float64))

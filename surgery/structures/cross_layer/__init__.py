@@ -1,1 +1,1 @@
-"""Groups of layers that share one cache of old tokens."""
+"""Cascades: layers that also read the latents of earlier layers in their group."""

@@ -1,4 +1,4 @@
-"""``--to lowrank --bits auto``, and ``--to crosslayer --method cascade --bits auto``: packed rows of quantized latents.
+"""``--to lowrank --bits auto``, and ``--to crosslayer``: packed rows of quantized latents.
 
 One byte budget is allocated over the latents of all layers; see :mod:`surgery.transforms.quantized_low_rank`. In a
 cascade, a layer's latents encode the residual of the prediction from decoded latents of earlier layers in the group.
@@ -82,7 +82,7 @@ class QuantizedRows(PackedRows[LowRankSettings]):
             for row in rows
         )
         runs = tuple(tuple(chain.from_iterable(row)) for row in rows)
-        return OwnQuantizedLowRank(first, blocks, self.earlier, runs=runs, first_tokens=self.first_tokens)
+        return OwnQuantizedLowRank(first, blocks, shared_layers=self.earlier, runs=runs, first_tokens=self.first_tokens)
 
     def spectra(self, work: ConversionContext, layer: int, rows: Rows) -> RowSpectrum:
         """Compute the energies of a layer's latents; in a group, given the rows of the earlier layers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
@@ -36,7 +36,7 @@ class LowRankSettings(RowSettings):
         "auto",
         "Allocation of ranks to layers: uniform or spectrum (by the dropped energy).",
         more="auto: spectrum for the methods weighted by the loss (fisher, separate), otherwise uniform. Method palu "
-        "has its own allocation. Cross-layer groups are uniform.",
+        "has its own allocation.",
         section="Method",
         advanced=True,
     )
@@ -50,8 +50,6 @@ class LowRankSettings(RowSettings):
     sinks: int | None = first_tokens_setting(" or next to a residual window")
     keep_layers: str = keep_layers()
 
-    AUTO_METHOD: ClassVar[str] = "fisher"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank is not None and self.kv_ratio is not None:
@@ -61,10 +59,7 @@ class LowRankSettings(RowSettings):
         if self.sinks and not self.window and self.bits is None:
             raise SurgeryError(f"sinks {self.sinks}: sinks need a window of at least 1; pass --window")
         if self.bits == "auto":
-            usual = type(self).__dataclass_fields__["allocate"].default
-            conflicts = {"rank": self.rank is not None, "allocate": self.allocate not in (usual, "spectrum")}
-            conflicts |= {"method": self.method != self.AUTO_METHOD}
+            conflicts = {"rank": self.rank is not None, "allocate": self.allocate not in ("auto", "spectrum")}
+            conflicts |= {"method": self.method != "fisher"}
             conflicts |= {"window": self.window != 0, "calibration": self.calibration == NO_CALIBRATION}
-            refuse_changed(
-                conflicts, f"bits auto requires method {self.AUTO_METHOD}, calibration text and its own allocation"
-            )
+            refuse_changed(conflicts, "bits auto requires method fisher, calibration text and its own allocation")

@@ -1,10 +1,7 @@
-"""``surgery convert --to lowrank`` and ``--to crosslayer --method cascade``: latents in place of keys and values.
+"""``surgery convert --to lowrank``: latents in place of keys and values.
 
 Two sweeps over calibration text gather statistics, and one budget is allocated as ranks. Then one pass converts every
 layer and runs all stages through it.
-
-In a cascade, the layers of a group also read the latents of earlier layers in the group. These latents are in the cache
-already, and keys and values of neighboring layers are similar.
 """
 
 from __future__ import annotations
@@ -34,14 +31,13 @@ from surgery.structures.base import Candidate, ConfigOf, Forecast, Outcome, Stru
 from surgery.structures.context import ConversionContext
 from surgery.structures.estimates import Demand
 from surgery.structures.kept_layers import kept_layers
-from surgery.structures.low_rank.groups import group_of
 from surgery.structures.low_rank.quantized import QuantizedRows
 from surgery.structures.low_rank.rank_plan import Blocks, plan_ranks, requested_rank
 from surgery.structures.low_rank.settings import LowRankSettings
 from surgery.structures.passing import pass_kept, source_attention
 from surgery.structures.refit import refitted_output
 from surgery.structures.stages import StageTracker
-from surgery.transforms.low_rank import SharedMoments, low_rank_layer
+from surgery.transforms.low_rank import low_rank_layer
 from surgery.transforms.low_rank_layer import LowRankLayer, SimulatedLowRank
 from surgery.transforms.low_rank_methods import blocks_for
 
@@ -57,7 +53,6 @@ class LowRankLayerReport:
 
     Attributes:
         ranks: rank of each block of latents; empty for an unchanged layer.
-        shared_rank: number of latents of earlier layers that the layer reads.
         key_error, value_error, error: predicted errors, see :class:`surgery.transforms.low_rank.LowRankConversion`.
         energies: energies of the latents in the method's metric, descending, block after block; used by slicing.
         measured: relative output error of the layer's attention on the source's inputs, by stage.
@@ -65,7 +60,6 @@ class LowRankLayerReport:
 
     layer: int
     ranks: tuple[int, ...] = ()
-    shared_rank: int = 0
     key_error: float | None = None
     value_error: float | None = None
     error: float | None = None
@@ -74,23 +68,10 @@ class LowRankLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        return "latents", "read too", "keys, predicted", "values, predicted"
+        return "latents", "keys, predicted", "values, predicted"
 
     def cells(self) -> tuple:
-        return (
-            " + ".join(map(str, self.ranks)) or "kept",
-            self.shared_rank,
-            short(self.key_error),
-            short(self.value_error),
-        )
-
-
-@dataclass
-class _Group:
-    """State of the earlier layers of a group that the next layer reads."""
-
-    stages: dict[str, list[SimulatedLowRank]] = field(default_factory=dict)
-    latents: list[Tensor] = field(default_factory=list)  # latents of the source's inputs, [N, T, r] per layer
+        return " + ".join(map(str, self.ranks)) or "kept", short(self.key_error), short(self.value_error)
 
 
 class LowRank(Structure[Source, LowRankSettings]):
@@ -106,15 +87,12 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     def __init__(self, opened: Source, settings: LowRankSettings, progress: Progress):
         super().__init__(opened, settings, progress)
-        self.asked = settings
         self.kept = kept_layers(settings.keep_layers, opened.windows, opened.fixed)
-        self.earlier = (0,) * opened.layers
         requested_rank(settings, opened.first)
         if settings.window and any(window is not None for window in opened.windows):
             raise SurgeryError("--window: not supported for models with sliding-window layers; drop --window")
         if settings.window and self.kept:
             raise SurgeryError("--window: must apply to all layers; drop --window or --keep-layers")
-        self._group = _Group()
         self._writes: OwnLowRank | None = None
 
     @classmethod
@@ -125,18 +103,16 @@ class LowRank(Structure[Source, LowRankSettings]):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Return the candidates: full-precision latents, and packed rows."""
-        if cls is not LowRank:
-            return []
         return [Candidate({}), Candidate(BITS_CHOSEN)]
 
     @classmethod
     def bench_configs(cls) -> dict[str, ConfigOf]:
         """Return the config with one latent for all KV heads of a layer."""
-        return {"": one_latent} if cls is LowRank else {}
+        return {"": one_latent}
 
     def forecast(self) -> Forecast:
         """Forecast the conversion; before :meth:`plan` with equal ranks in all layers."""
-        opened, settings, first = self.opened, self.asked, self.opened.first
+        opened, settings, first = self.opened, self.settings, self.opened.first
         rank = requested_rank(settings, first)
         writes = self._writes
         if writes is None:
@@ -158,36 +134,30 @@ class LowRank(Structure[Source, LowRankSettings]):
 
     def plan(self, work: ConversionContext) -> dict[str, TensorSpec]:
         opened = self.opened
-        self._blocks = plan_ranks(opened, work.library, self.asked, self.kept)
+        self._blocks = plan_ranks(opened, work.library, self.settings, self.kept)
         self._writes = self._writer(self._blocks)
         return replanned_tensors(opened, self._writes.copied, self._writes.plan, self.kept)
 
     def _writer(self, blocks: tuple[Blocks, ...]) -> OwnLowRank:
-        settings = self.asked
-        return OwnLowRank(self.opened.first, blocks, self.earlier, settings.sinks, settings.window)
+        return OwnLowRank(self.opened.first, blocks, self.settings.sinks, self.settings.window)
 
     def closed_form(self, work: ConversionContext, layer: int) -> nn.Module:
-        """Return a surrogate module of a layer's latents, without residual window and shared latents."""
+        """Return a surrogate module of a layer's latents, without residual window."""
         if layer in self.kept:
             return source_attention(self.opened, layer)
         anatomy, statistics = self.opened.anatomy(layer).to(torch.float64), work.library.load(layer)[0]
-        converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.asked.method).layer
+        converted = low_rank_layer(anatomy, statistics, self._blocks[layer], self.settings.method).layer
         with self.opened.stream.layer(layer) as streamed:
-            converted = self._refitted(work, layer, streamed, converted, [])
+            converted = self._refitted(work, layer, streamed, converted)
         converted = converted.to(self.opened.stream.device, self.opened.stream.dtype)
-        return SimulatedLowRank(converted, remembers=False)
+        return SimulatedLowRank(converted)
 
     def convert_layers(self, work: ConversionContext, writer: CheckpointWriter) -> Outcome:
         """Convert all layers, simulate them without and with the residual window, and write their tensors."""
         opened, writes = self.opened, self._writes
-        stages = (LOW_RANK, *((RESIDUAL_WINDOW,) if self.asked.window else ()))
+        stages = (LOW_RANK, *((RESIDUAL_WINDOW,) if self.settings.window else ()))
         runs = work.stage_runs(stages, steps=stages)
-        reports = work.pass_layers(
-            lambda index: self._convert(index, work, runs),
-            runs,
-            LowRankLayerReport,
-            settled=lambda index: group_of(index, self.earlier)[1] == index + 1,
-        )
+        reports = work.pass_layers(lambda index: self._convert(index, work, runs), runs, LowRankLayerReport)
         work.converted.write(opened.layers, writer)
         return Outcome(
             config=writes.config(opened.reader.config),
@@ -197,9 +167,8 @@ class LowRank(Structure[Source, LowRankSettings]):
                 "model_type": MODEL_TYPE,
                 "reasons": [REASON],
                 "ranks": [writes.rank(layer) for layer in range(opened.layers)],
-                "shared_layers": list(self.earlier),
                 "sinks": writes.sinks,
-                "window": self.asked.window,
+                "window": self.settings.window,
             },
             layers=reports,
             scores=runs.scores(),
@@ -212,32 +181,16 @@ class LowRank(Structure[Source, LowRankSettings]):
             pass_kept(self.opened, index, runs, work.converted)
             return LowRankLayerReport(index)
         stream, blocks = self.opened.stream, self._blocks[index]
-        start, stop = group_of(index, self.earlier)
-        if index == start:
-            self._group = _Group()
         anatomy, statistics = self.opened.anatomy(index).to(torch.float64), work.library.load(index)[0]
+        converted = low_rank_layer(anatomy, statistics, blocks, self.settings.method)
         with stream.layer(index) as layer:
-            inputs, shared = None, None
-            if stop - start > 1:
-                inputs = work.attention_inputs(index, layer)
-            if index > start:
-                latents = torch.cat(self._group.latents, dim=-1)
-                live = anatomy.to(stream.device, stream.dtype)
-                shared = SharedMoments.of(live, inputs, latents, statistics.token_weight, self.opened.first.q.dtype)
-            converted = low_rank_layer(anatomy, statistics, blocks, self.asked.method, shared)
-            converted = replace(
-                converted, layer=self._refitted(work, index, layer, converted.layer, self._group.latents)
-            )
-            form = converted.layer.to(stream.device, stream.dtype)
-            errors = self._measure(layer, anatomy, form, runs)
-            if index + 1 < stop:
-                self._group.latents.append(form.latents(inputs))
+            converted = replace(converted, layer=self._refitted(work, index, layer, converted.layer))
+            errors = self._measure(layer, anatomy, converted.layer.to(stream.device, stream.dtype), runs)
         energies = torch.cat([e[: b.rank] for e, b in zip(converted.energies, blocks, strict=True)])
         work.converted.save(index, self._writes.tensors(index, converted.layer.to("cpu", torch.float64)))
         return LowRankLayerReport(
             index,
             tuple(block.rank for block in blocks),
-            converted.layer.shared,
             converted.key_error,
             converted.value_error,
             converted.error,
@@ -246,19 +199,18 @@ class LowRank(Structure[Source, LowRankSettings]):
         )
 
     def _refitted(
-        self, work: ConversionContext, index: int, layer: StreamedLayer, converted: LowRankLayer, shared: list[Tensor]
+        self, work: ConversionContext, index: int, layer: StreamedLayer, converted: LowRankLayer
     ) -> LowRankLayer:
-        """Refit a layer's output projection, given the latents [N, T, r] of earlier layers of the group.
+        """Refit a layer's output projection.
 
         Not for other methods than ours, which have none, and not with a residual window, which the refit would not see.
         """
-        if self.asked.method not in OWN_METHODS or self.asked.window or self.asked.sinks:
+        if self.settings.method not in OWN_METHODS or self.settings.window or self.settings.sinks:
             return converted
         form = converted.to(self.opened.stream.device, self.opened.stream.dtype)
 
         def attended(inputs: Tensor, batch: slice) -> Tensor:
-            latents = torch.cat([*(each[batch] for each in shared), form.latents(inputs)], dim=-1)
-            return form.source.gated(form.attend(inputs, latents), inputs)
+            return form.source.gated(form.attend(inputs, form.latents(inputs)), inputs)
 
         o = refitted_output(work, index, layer, converted.source.o, attended)
         return replace(converted, source=replace(converted.source, o=o))
@@ -271,10 +223,8 @@ class LowRank(Structure[Source, LowRankSettings]):
         for name in runs.hidden:
             if name == "source":
                 continue
-            earlier = self._group.stages.setdefault(name, [])
-            window = {"sinks": self.asked.sinks, "window": self.asked.window} if name == RESIDUAL_WINDOW else {}
-            module = SimulatedLowRank(form, tuple(earlier), **window)
-            earlier.append(module)
+            window = {"sinks": self.settings.sinks, "window": self.settings.window} if name == RESIDUAL_WINDOW else {}
+            module = SimulatedLowRank(form, **window)
             makers[name] = lambda module=module: module
         return runs.advance(layer, anatomy, makers, makers)
 

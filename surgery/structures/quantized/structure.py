@@ -38,7 +38,7 @@ class Quantized(QuantizedRows):
     @classmethod
     def candidates(cls, config: Mapping[str, Any]) -> list[Candidate]:
         """Return the candidate with bits by value; uniform bits increase the loss more at the same bytes."""
-        return [Candidate({"bits": "auto"})]
+        return [Candidate({})]
 
     @property
     def blocks(self) -> tuple[Block, ...]:

@@ -17,10 +17,10 @@ from surgery.common.errors import SurgeryError
 from surgery.reporting.report import read_report
 from surgery.transforms.allocation import proportional, water_fill
 
-STRUCTURES = ("lowrank", "crosslayer", "mla")
+STRUCTURES = ("lowrank", "mla")
 """Targets of ``--to`` whose results have latents."""
 
-LOSS_WEIGHTED = ("fisher", "separate", "cascade")
+LOSS_WEIGHTED = ("fisher", "separate")
 """Methods whose energies are shares of one loss, and therefore comparable between layers."""
 
 

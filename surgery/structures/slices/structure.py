@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.architectures.sliced import LatentModel, Ranks, planned_tensors, sliced_tensors
 from surgery.calibration.held_out import HeldOut, Score
@@ -21,7 +21,7 @@ from surgery.common.human import share
 from surgery.common.progress import Progress
 from surgery.reporting.report import SourceShape, reading
 from surgery.running.kv_bytes import kv_bytes_of
-from surgery.running.layer_stream import LayerStream, StreamedLayer, blocks_of
+from surgery.running.layer_stream import LayerStream, StreamedLayer
 from surgery.running.source import OwnSource
 from surgery.structures.base import Forecast, Outcome, Structure
 from surgery.structures.context import ConversionContext
@@ -40,7 +40,7 @@ class SlicedLayerReport:
         rank, ranks: number of latents of the slice, and in each block.
         rope_error: None, as no rotary dimension is dropped.
         latent_error: energy of the dropped latents according to the conversion's report; its share of the energy.
-        measured: relative error of the attention's output, in groups on inputs with the errors of earlier layers.
+        measured: relative error of the attention's output.
     """
 
     layer: int
@@ -61,7 +61,7 @@ class SlicedLayerReport:
 
 
 class Slice(Structure[OwnSource, SliceSettings]):
-    """Slice of a result of ``--to lowrank``, ``crosslayer`` (cascade) or ``mla``: the first latents of every block."""
+    """Slice of a result of ``--to lowrank`` or ``--to mla``: the first latents of every block."""
 
     supports_multimodal = True
 
@@ -177,19 +177,17 @@ def measure_slices(
     hidden = {name: embedded.clone() for name in candidates}
     errors: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
     with progress.phase("measure", whole.layers) as advance:
-        for start, stop in blocks_of(stream.config):
-            with stream.block(start, stop) as layer:
+        for index in range(whole.layers):
+            with stream.layer(index) as layer:
                 inputs = embedded[:ERROR_SEQUENCES].clone().to(stream.device, stream.dtype)
-                exact = _attention_outputs(layer, inputs)
+                exact = _attention_output(layer, inputs)
                 stream.run_layer(layer, embedded, batch_size)
                 for name, ranks in candidates.items():
-                    rows = [whole.kept_rows(index, ranks) for index in range(start, stop)]
-                    with _zeroed_rows(layer, rows):
-                        cut = _attention_outputs(layer, inputs)
+                    with _zeroed_rows(layer, whole.kept_rows(index, ranks)):
+                        difference = _attention_output(layer, inputs) - exact
                         stream.run_layer(layer, hidden[name], batch_size)
-                    pairs = zip(cut, exact, strict=True)
-                    errors[name] += [{SLICED: float((a - b).norm() / b.norm())} for a, b in pairs]
-            advance(stop - start)
+                    errors[name].append({SLICED: float(difference.norm() / exact.norm())})
+            advance()
     scores = {name: held_out.score(stream, states) for name, states in hidden.items()}
     losses = {name: score.loss for name, score in scores.items()}
     best = min(losses, key=losses.get) if held_out.texts else list(losses)[-1]
@@ -197,31 +195,29 @@ def measure_slices(
 
 
 @torch.no_grad()
-def _attention_outputs(layer: StreamedLayer, inputs: Tensor) -> list[Tensor]:
-    """Return the attention outputs of each loaded layer, [B, T, D]."""
+def _attention_output(layer: StreamedLayer, inputs: Tensor) -> Tensor:
+    """Return the attention's output [B, T, D] in a loaded layer."""
     outputs: list[Tensor] = []
-    hooks = [
-        block.self_attn.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-        for block in layer.model.layers
-    ]
+    hook = _attention(layer).register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     layer(inputs)
-    for hook in hooks:
-        hook.remove()
-    return outputs
+    hook.remove()
+    return outputs[0]
 
 
 @contextlib.contextmanager
-def _zeroed_rows(layer: StreamedLayer, rows_of: list[tuple[int, ...]]) -> Iterator[None]:
-    """Zero the rows outside ``rows_of`` of the down projection in each loaded layer, for a ``with`` block."""
-    projections = [block.self_attn.kv_down for block in layer.model.layers]
-    original = [[parameter.clone() for parameter in down.parameters()] for down in projections]
+def _zeroed_rows(layer: StreamedLayer, rows: tuple[int, ...]) -> Iterator[None]:
+    """Zero all but these rows of the down projection of a loaded layer, for a ``with`` block."""
+    down = _attention(layer).kv_down
+    original = [parameter.clone() for parameter in down.parameters()]
+    dropped = torch.ones(down.out_features, dtype=torch.bool, device=down.weight.device)
+    dropped[list(rows)] = False
     with torch.no_grad():
-        for down, rows in zip(projections, rows_of, strict=True):
-            dropped = torch.ones(down.out_features, dtype=torch.bool, device=down.weight.device)
-            dropped[list(rows)] = False
-            for parameter in down.parameters():
-                parameter[dropped] = 0
+        for parameter in down.parameters():
+            parameter[dropped] = 0
         yield
-        for down, tensors in zip(projections, original, strict=True):
-            for parameter, tensor in zip(down.parameters(), tensors, strict=True):
-                parameter.copy_(tensor)
+        for parameter, tensor in zip(down.parameters(), original, strict=True):
+            parameter.copy_(tensor)
+
+
+def _attention(layer: StreamedLayer) -> nn.Module:
+    return layer.model.layers[0].self_attn
