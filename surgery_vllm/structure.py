@@ -25,7 +25,6 @@ NOT_SERVED = {
     "streaming": "streaming",
     "codes": "codes",
     "window": "a residual window",
-    "compensated_heads": "compensation",
 }
 """Entry fields that must be empty, and their display names."""
 
@@ -94,7 +93,7 @@ def _with_streaming_heads(layers: list[LayerEntry]) -> list[LayerEntry]:
 
 def _whole(kv_heads: int) -> HybridEntry:
     order = tuple(range(kv_heads))
-    return HybridEntry(kv_heads=kv_heads, full_heads=kv_heads, compensated_heads=0, sinks=0, recent=0, head_order=order)
+    return HybridEntry(kv_heads=kv_heads, full_heads=kv_heads, sinks=0, recent=0, head_order=order)
 
 
 def windowed(config: Any) -> bool:

@@ -26,7 +26,7 @@ CLASSES["plan"] = PlanSettings
 
 FLAGS = {
     "convert": "allocate batch-size bits calibration calibration-length calibration-tokens carrier "
-    "compensated config context device dry-run dtype engine freqfold group-size heads "
+    "config context device dry-run dtype engine freqfold group-size heads "
     "held-out json keep-statistics kv-heads kv-lora-rank kv-ratio "
     "max-shard-size method out overwrite qk-rope-head-dim rank recall recent rope-dim "
     "rope-frequencies seed sinks streaming text-field to window",

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from conversions import convert_checkpoint
-from decoding import in_pieces
 from loading import run_elsewhere
 from safetensors.torch import load_file
 from scoring import streaming_heads
@@ -119,16 +118,6 @@ def test_losses_and_bytes_are_reported_as_measured(checkpoints, pattern, tmp_pat
     assert report.kv["measured_bytes_per_token"] * at == measure_kv(model, at).held_bytes
 
 
-def test_compensated_heads(checkpoints, pattern, tmp_path):
-    settings = settings_of(pattern([[0, 1], [3, 2]]), streaming=0.5, compensated=0.5)
-    result = convert_checkpoint(checkpoints("llama"), tmp_path / "out", settings)
-    (first, second) = result.report.layers
-    assert second.full_heads == (0, 1) and first.compensated_heads == (1,) and first.streaming_heads == (0,)
-    plain = AutoModelForCausalLM.from_pretrained(result.path).eval()
-    with torch.no_grad():
-        assert (in_pieces(plain, tokens(), (1,) * 40)[0] - plain(tokens()).logits).abs().max() < 1e-3
-
-
 MADE = {
     "gqa": KVHeadsSettings(kv_heads=1, method="mean-pool", **WEIGHTS_ONLY),
     "mla": ConvertSettings(carrier="own", kv_lora_rank=12, rope_dim=4, **WEIGHTS_ONLY),
@@ -171,7 +160,6 @@ REFUSED = {
     "nothing to do": ("llama", {"streaming": 0}, "no head streams"),
     "sliding windows": ("mistral_window", {"streaming": 0.5}, "full attention in every layer"),
     "stock MLA": ("stock mla", {"streaming": 0.5}, "no cache"),
-    "means of latents": ("mla", {"streaming": 0.5, "compensated": 0.5}, "compensated"),
 }
 
 

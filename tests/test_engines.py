@@ -127,7 +127,7 @@ def test_another_structure_is_a_remedy_of_sources_that_engines_carry_as_mla(base
 
 
 def test_hybrid_heads_have_bytes_per_token_and_per_request():
-    hybrid = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
+    hybrid = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "sinks": 4, "recent": 8}
     hybrid["head_order"] = [0, 1]
     on_cpu = verdict_of({**OWN, "attention_layers": [hybrid, None]}, "vLLM on CPU")
     keys_and_values = 2 * 8 * 2  # heads of 8, in bfloat16

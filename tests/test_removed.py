@@ -16,7 +16,7 @@ PLAIN = {
     "convert --to mla": ("hadamard", "rope_bits", "latent_norm"),
     "convert --to lowrank": ("rank_multiple",),
     "convert --to crosslayer": ("block",),
-    "convert --to hybrid": ("streaming_bits", "granularity", "heads_multiple"),
+    "convert --to hybrid": ("compensated", "streaming_bits", "granularity", "heads_multiple"),
     "eval": ("repeat_lags", "repeat_rows", "match_prompts", "match_tokens", "processes", *RULER),
     "heal": ("peak_tflops", "utilization", "orthogonal", "train_patterns", "patience", "attention", "lora_modules"),
     "heal --dry-run": ("project", "final_learning_rate", "spike", "weight_decay", "log_every", "evaluate_every"),

@@ -212,7 +212,7 @@ def config(**changes):
     return SimpleNamespace(**settings | changes)
 
 
-HYBRID = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "compensated_heads": 0, "sinks": 4, "recent": 8}
+HYBRID = {"kind": "hybrid", "kv_heads": 2, "full_heads": 1, "sinks": 4, "recent": 8}
 HYBRID["head_order"] = [0, 1]
 
 ROWS = {**LATENT, "kind": "quantized_latent", "latent_runs": [["4+4", 2]], "rope_runs": [["8", 4]], "first_tokens": 4}
@@ -262,7 +262,6 @@ def test_structures_that_it_serves():
         ({"attention_layers": [ROWS, None]}, "MLA in bits next to layers of other kinds"),
         ({"attention_layers": [LOW_RANK_ROWS, LOW_RANK]}, "low rank in bits next to layers of other kinds"),
         ({"attention_layers": [LOW_RANK_ROWS | {"window": 4}]}, "low rank in bits with a residual window"),
-        ({"attention_layers": [HYBRID | {"compensated_heads": 1}]}, "hybrid heads with compensation .layer 0."),
         ({"attention_layers": [HYBRID, HYBRID | {"sinks": 5}]}, "hybrid heads with several windows"),
         ({"entry": {"streaming": {"sinks": 4, "recent": 8}}}, "MLA with streaming"),
     ],

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from torch import BoolTensor, Tensor
 
 from surgery.architectures.custom_class import layer_entries
@@ -96,18 +95,13 @@ class StreamableModel:
     def layers(self) -> int:
         return len(self.units)
 
-    def bytes_at(self, full: BoolTensor, tokens: int, window: int, itemsize: int, extra: float = 0.0) -> float:
-        """Compute the KV bytes of one sequence of ``tokens`` tokens with these full heads [L, G].
-
-        Streaming heads cache ``window`` tokens and take ``extra`` bytes each on top.
-        """
-        total = 0.0
-        for layer, layer_units in enumerate(self.units):
-            for unit in layer_units:
-                whole = bool(full[layer, unit.heads[0]])
-                total += unit.width * itemsize * (tokens if whole else min(tokens, window))
-                total += 0 if whole else extra * len(unit.heads)
-        return total
+    def bytes_at(self, full: BoolTensor, tokens: int, window: int, itemsize: int) -> int:
+        """Compute the KV bytes of ``tokens`` tokens with these full heads [L, G]; others cache ``window`` tokens."""
+        return sum(
+            unit.width * itemsize * (tokens if full[layer, unit.heads[0]] else min(tokens, window))
+            for layer, layer_units in enumerate(self.units)
+            for unit in layer_units
+        )
 
     def entries(self, plan) -> list[LayerEntry]:
         """Return the layer entries of config.json for a :class:`surgery.heads.plan.HeadPlan`."""
@@ -127,7 +121,6 @@ class StreamableModel:
         return HybridEntry(
             kv_heads=self.kv_heads,
             full_heads=int(full.sum()),
-            compensated_heads=int(plan.compensated[layer].sum()),
             **window,
             head_order=tuple(plan.order(layer)),
         )
@@ -165,8 +158,3 @@ def _units_of_blocks(blocks: Sequence[Block]) -> tuple[Unit, ...]:
         for heads, numbers in groups
     ]
     return tuple(sorted(units, key=lambda unit: unit.heads))
-
-
-def compensation_bytes(head_dim: int) -> int:
-    """Return the bytes that a compensated head adds to its window: sums of evicted keys and values, in float32."""
-    return 2 * head_dim * torch.float32.itemsize

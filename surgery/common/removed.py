@@ -33,6 +33,7 @@ REMOVED = {
     "method xkv": CASCADE,
     "method xkv-prompt": CASCADE,
     "method minicache": CASCADE,
+    "compensated": "compensated heads found no more than streaming ones: leave it out",
     "block": "cascades have no blocks: leave it out",
     "heads compare": "convert by each pattern with --to hybrid, then surgery eval of the results",
     "heads score": "use surgery heads CKPT",

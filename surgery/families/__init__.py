@@ -23,9 +23,11 @@ FAMILIES: Registry[Family] = Registry(
 
 IN_8_BITS = "; use the 8-bit KV cache of its engine instead"
 LATENTS = "it has MLA attention already"
+CONVERTED = "its attention is converted already; convert its source"
 NO_CACHE = "it has a recurrent state and no KV cache to make smaller"
 
 WHY_NOT = {
+    **dict.fromkeys(("surgery", "surgery_pictures"), CONVERTED),
     **dict.fromkeys(("gemma4", "gemma4_text"), f"its layers share caches and differ in their heads{IN_8_BITS}"),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), f"its keys have a weighted norm after RoPE{IN_8_BITS}"),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), NO_CACHE),

@@ -1,4 +1,4 @@
-"""Plan of full heads, streaming heads and streaming heads with a compensation token, from scores and a byte budget.
+"""Plan of full and streaming heads, from scores and a byte budget.
 
 A *unit* streams as a whole: KV heads of one layer that share cached elements. In plain attention every KV head is a
 unit. Heads that read the same latent are one unit, since a latent is evicted only if no head reads it.
@@ -24,18 +24,12 @@ class HeadPlan:
 
     Attributes:
         full: bool [L, G], heads that keep their whole context; all others stream.
-        compensated: bool [L, G], streaming heads with a compensation token: the mean of evicted pairs (RazorAttention).
         sinks, recent: first and last tokens that a streaming head keeps, the query's own included.
     """
 
     full: BoolTensor
-    compensated: BoolTensor
     sinks: int
     recent: int
-
-    def __post_init__(self) -> None:
-        if self.full.shape != self.compensated.shape or (self.full & self.compensated).any():
-            raise SurgeryError("compensated heads of a plan must be streaming heads")
 
     @property
     def streams(self) -> BoolTensor:
@@ -43,9 +37,9 @@ class HeadPlan:
         return ~self.full
 
     def order(self, layer: int) -> list[int]:
-        """Return a layer's KV heads in the order of a hybrid checkpoint: full, streaming, compensated."""
-        kind = self.streams[layer].int() + self.compensated[layer].int()
-        return sorted(range(len(kind)), key=lambda head: (int(kind[head]), head))
+        """Return a layer's KV heads in the order of a hybrid checkpoint: full heads first."""
+        streams = self.streams[layer].tolist()
+        return sorted(range(len(streams)), key=lambda head: (streams[head], head))
 
 
 def unit_ranking(scores: Tensor, units: Units) -> list[tuple[int, int]]:
@@ -67,7 +61,6 @@ def compile_plan(
     affordable: Callable[[BoolTensor], bool],
     sinks: int,
     recent: int,
-    compensated: float = 0.0,
 ) -> HeadPlan:
     """Compile a plan that keeps as many of the best units full as fit the budget.
 
@@ -75,7 +68,6 @@ def compile_plan(
         scores: [L, G]; heads with higher scores need their context more.
         units: units of heads that can stream.
         affordable: returns whether a plan with these full heads [L, G] fits the budget; must be monotonic.
-        compensated: share of the streaming heads, best first, that get a compensation token.
 
     Raises:
         SurgeryError: the budget is too small with all heads streaming.
@@ -92,10 +84,4 @@ def compile_plan(
         if not affordable(more):
             break
         full = more
-    streaming = [(layer, heads) for layer, whole in enumerate(units) for heads in whole if not full[layer, heads[0]]]
-    compensated_heads = torch.zeros_like(full)
-    if compensated:
-        streaming.sort(key=lambda unit: (-max(float(scores[unit[0], head]) for head in unit[1]), unit))
-        for layer, heads in streaming[: round(compensated * len(streaming))]:
-            compensated_heads[layer, list(heads)] = True
-    return HeadPlan(full, compensated_heads, sinks, recent)
+    return HeadPlan(full, sinks, recent)

@@ -52,67 +52,27 @@ def streaming_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def compensated_output(call: AttentionCall, sinks: int, recent: int) -> Tensor:
-    """Compute streaming attention [B, T, H, v] with a compensation token for each query.
-
-    RazorAttention (Tang et al., arXiv:2407.15891, §3.2): the N pairs that a query has evicted become one pair, their
-    mean key, as cached, and mean value, with log N added to its logit. Here N is per query, in the prompt too, so that
-    chunked prefill gives the same result.
-    """
-    group, parts = call.query.shape[1] // call.kv_heads, []
-    for start in range(0, call.query.shape[2], PIECE):
-        query = call.query[:, :, start : start + PIECE].unflatten(1, (call.kv_heads, group)).float()
-        stop = start + query.shape[3]
-        key, value = call.key[:, :, :stop].float(), call.value[:, :, :stop].float()
-        queries = torch.arange(start, stop, device=key.device)[:, None]
-        key_positions = torch.arange(stop, device=key.device)
-        dropped = (key_positions >= sinks) & (queries - key_positions >= recent)
-        count = dropped.sum(-1)
-        share = dropped.float() / count.clamp(min=1)[:, None]
-        mean_key, mean_value = (share @ key)[:, :, None], (share @ value)[:, :, None]  # [B, G, 1, n, ·]
-        softmax = call.softmax  # hybrids do not support learned sinks
-        logits = softmax.logits(query @ key[:, :, None].mT).masked_fill(dropped | (key_positions > queries), -torch.inf)
-        extra = softmax.logits((query * mean_key).sum(-1)) + count.log()
-        weights = torch.cat((logits, extra[..., None]), dim=-1).softmax(-1)
-        out = weights[..., :-1] @ value[:, :, None] + weights[..., -1:] * mean_value
-        parts.append(out.flatten(1, 2).transpose(1, 2).to(call.value.dtype))
-    return torch.cat(parts, dim=1)
-
-
-def mixed_output(
-    call: AttentionCall, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor | None = None
-) -> Tensor:
-    """Compute the attention output [B, T, H, v] with the KV heads of ``streams`` [G] streaming.
-
-    Streaming heads in ``compensated`` [G] have a compensation token.
-    """
+def mixed_output(call: AttentionCall, streams: BoolTensor, sinks: int, recent: int) -> Tensor:
+    """Compute the attention output [B, T, H, v] with the KV heads of ``streams`` [G] streaming."""
     if not streams.any():
         return call.output()
     heads = []
     for head in range(call.kv_heads):
         own = call.of_heads(head, head + 1)
-        if not streams[head]:
-            heads.append(own.output())
-        elif compensated is not None and compensated[head]:
-            heads.append(compensated_output(own, sinks, recent))
-        else:
-            heads.append(streaming_output(own, sinks, recent))
+        heads.append(streaming_output(own, sinks, recent) if streams[head] else own.output())
     return torch.cat(heads, dim=2)
 
 
 class StreamingAttention(nn.Module):
     """Surrogate for a transformers attention module with streaming KV heads as in `mixed_output`; prompts only."""
 
-    def __init__(
-        self, anatomy: AttentionAnatomy, streams: BoolTensor, sinks: int, recent: int, compensated: BoolTensor
-    ):
+    def __init__(self, anatomy: AttentionAnatomy, streams: BoolTensor, sinks: int, recent: int):
         super().__init__()
         self.anatomy, self.streams, self.sinks, self.recent = anatomy, streams, sinks, recent
-        self.compensated = compensated
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         anatomy, projection = self.anatomy, self.anatomy.project(hidden_states)
         queries, keys, values = cached_heads(anatomy, projection)
         call = AttentionCall(0, queries, keys, values, None, anatomy.scale, anatomy.softcap, anatomy.sinks)
-        attn_output = mixed_output(call, self.streams, self.sinks, self.recent, self.compensated)
+        attn_output = mixed_output(call, self.streams, self.sinks, self.recent)
         return output(anatomy, attn_output, hidden_states), None

@@ -5,9 +5,6 @@ In a streaming head the query at position q sees the key at position p ≤ q if 
 Keys keep the rotation of their own position. So a plain forward pass with that mask, a prefill in any chunks and
 decoding compute the same function.
 
-A compensated head sees one more token: the means of the keys and of the values that the query no longer sees, with the
-logarithm of their number added to the logit (Tang et al., RazorAttention, arXiv:2407.15891, section 3.3).
-
 Remote code that ships with the checkpoint: imports only torch, transformers and sibling modules.
 """
 
@@ -20,26 +17,11 @@ import torch
 from torch import BoolTensor, Tensor
 
 from .cache_layer import CompactLayer
-from .growing import refill
 from .left_padding import LeftPadding
 from .sink_window_cache import SinkWindowLayer
-from .step_memo import once
 
 PIECE = 256
 """Least number of tokens per piece in streaming heads; smaller pieces would make many small matrix products."""
-
-
-class Dropped(NamedTuple):
-    """Means of the tokens that each query of a piece no longer sees.
-
-    Attributes:
-        keys, values: means [B, Hc, n, d] over each query's dropped tokens, in fp32 at least; 0 without any.
-        count: number of dropped tokens, int64 [B, n].
-    """
-
-    keys: Tensor
-    values: Tensor
-    count: Tensor
 
 
 class Piece(NamedTuple):
@@ -61,32 +43,23 @@ class Piece(NamedTuple):
 
 
 class StreamingLayer(SinkWindowLayer):
-    """Sinks and window of all streaming heads of a layer, and sums of dropped tokens.
+    """Sinks and window of all streaming heads of a layer.
 
     With `codes` (`TokenCodes`) each token is quantized on arrival and read quantized, already in the pass that adds it.
     `keys` and `sink_keys` then hold the packed codes of keys and values; `values` and `sink_values` hold scales and
     zero points.
-
-    Attributes:
-        key_sums, value_sums: sums [B, Hc, d] over the dropped tokens of the last `compensated` heads, in fp32 at least,
-            of dequantized keys and values; None without such heads or tokens.
     """
 
     form = "a cache of streaming heads"
 
-    def __init__(self, sinks: int, recent: int, compensated: int = 0, codes: Any = None) -> None:
-        """Make an empty layer; ValueError unless `sinks` ≥ 0, `recent` ≥ 1 and `compensated` ≥ 0."""
+    def __init__(self, sinks: int, recent: int, codes: Any = None) -> None:
+        """Make an empty layer; ValueError unless `sinks` ≥ 0 and `recent` ≥ 1."""
         super().__init__(sinks, recent)
-        if compensated < 0:
-            raise ValueError(f"compensated must be at least 0, not {compensated}")
-        self.compensated, self.codes = compensated, codes
-        self.key_sums: Tensor | None = None
-        self.value_sums: Tensor | None = None
-        self._dropped: Dropped | None = None
+        self.codes = codes
 
     def settings(self) -> tuple:
-        """Return sinks, recent, compensated heads and the settings of the quantization."""
-        return self.sinks, self.recent, self.compensated, self.codes and self.codes.settings()
+        """Return sinks, recent and the settings of the quantization."""
+        return self.sinks, self.recent, self.codes and self.codes.settings()
 
     def predicted_bytes(
         self, tokens: int, *, batch: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
@@ -98,16 +71,7 @@ class StreamingLayer(SinkWindowLayer):
             token = (key_dim + value_dim) * dtype.itemsize
         else:
             token = self.codes.token_bytes(key_dim, dtype) + self.codes.token_bytes(value_dim, dtype)
-        return batch * (heads * self.kept(tokens) * token + self.mean_bytes(key_dim, value_dim, dtype))
-
-    def mean_bytes(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a row's means for one query, or of its sums, over all compensated heads."""
-        return self.compensated * (key_dim + value_dim) * torch.promote_types(dtype, torch.float32).itemsize
-
-    @property
-    def wide_tensors(self) -> list[Tensor]:
-        """Tensors in fp32 at least, whatever the model's dtype."""
-        return [] if self.key_sums is None else [self.key_sums, self.value_sums]
+        return batch * heads * self.kept(tokens) * token
 
     def kept(self, tokens: int) -> int:
         """Return the number of tokens held after `tokens` tokens were seen."""
@@ -129,17 +93,9 @@ class StreamingLayer(SinkWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append tokens [B, H, n, d]; return sinks, window and new tokens [B, H, s + w + n, d], masked by `visible`."""
-        start, first = self.window_start, self.seen
         if self.codes is None:
-            keys, values = super().update(key_states, value_states)
-        else:
-            keys, values = self._update_codes(key_states, value_states)
-        if self.compensated:
-            self._dropped = self._drop(keys, values, start, first)
-        return keys, values
-
-    def _update_codes(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize and append tokens: codes of keys and values as keys, scales and zero points as values."""
+            return super().update(key_states, value_states)
+        # Codes of keys and values as keys, scales and zero points as values.
         (key_codes, key_numbers), (value_codes, value_numbers) = map(self.codes.encode, (key_states, value_states))
         codes, numbers = super().update(
             torch.cat([key_codes, value_codes], dim=-1), torch.cat([key_numbers, value_numbers], dim=-1)
@@ -148,56 +104,9 @@ class StreamingLayer(SinkWindowLayer):
         keys = self.codes.decode(codes[..., :first], numbers[..., :second], key_states.shape[-1])
         return keys, self.codes.decode(codes[..., first:], numbers[..., second:], value_states.shape[-1])
 
-    def take_dropped(self) -> Dropped:
-        """Return the means of dropped tokens for the queries of the last `update`, once."""
-        dropped, self._dropped = self._dropped, None
-        return dropped
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the mask sizes over all tokens, for other layers; streaming heads use `visible`."""
         return self.seen + query_length, 0
-
-    def reset(self) -> None:
-        """Drop all tokens."""
-        super().reset()
-        self.key_sums = self.value_sums = self._dropped = None
-
-    def _drop(self, keys: Tensor, values: Tensor, start: int, first: int) -> Dropped:
-        """Add tokens that left the window to the sums; return the means for the queries from position `first` on.
-
-        `keys` and `values` [B, H, K, d], as `update` returned them, are sinks and then the tokens from position `start`
-        on.
-        """
-        offset = keys.shape[-2] - (self.seen - start)
-        leaving = self.window_start - start
-        rows = self.padding.on(keys.device)
-
-        def counts() -> tuple[Tensor, Tensor, Tensor]:
-            """Return the mask of leaving tokens that are no sinks, and dropped tokens per query: leaving, and all."""
-            positions = start + torch.arange(leaving, device=keys.device)
-            own = torch.arange(first, self.seen, device=keys.device)
-            count = (own + 1 - self.recent - self.sinks - rows[:, None]).clamp(min=0)
-            counted = (positions >= rows[:, None] + self.sinks)[:, None, :, None]
-            return counted, (own - self.recent + 1 - start).clamp(min=0), count
-
-        key = StreamingLayer._drop, self.sinks, self.recent, start, leaving, self.seen
-        counted, indices, count = once(rows, key, counts, step=first)
-        means, sums = [], []
-        for tokens, old in ((keys, self.key_sums), (values, self.value_sums)):
-            wide = torch.promote_types(tokens.dtype, torch.float32)
-            tokens = tokens[:, -self.compensated :, offset : offset + leaving].to(wide)
-            if old is None:
-                old = tokens.new_zeros(*tokens.shape[:2], tokens.shape[-1])
-            running = torch.cat([old[..., None, :], tokens * counted], dim=-2).cumsum(dim=-2)
-            sums.append(refill(old, running[..., -1, :], dim=-1, max_size=tokens.shape[-1]))
-            means.append(running[..., indices, :] / count.clamp(min=1)[:, None, :, None])
-        self.key_sums, self.value_sums = sums
-        return Dropped(*means, count)
-
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        super()._map_rows(change)
-        if self.key_sums is not None:
-            self.key_sums, self.value_sums = change(self.key_sums), change(self.value_sums)
 
 
 class HybridLayer(CompactLayer):

@@ -17,9 +17,9 @@ class HybridEntry(GroupedEntry):
 
     Attributes:
         full_heads: KV heads that see all tokens; they come first.
-        compensated_heads: the last streaming heads, with a compensation token for dropped tokens (see `hybrid_cache`).
         sinks, recent: first and last tokens that streaming heads see, the query's own included.
         head_order: the source's KV head at each index; a record that the model does not read.
+        compensated_heads: 0, in checkpoints of earlier versions.
     """
 
     kind = "hybrid"
@@ -29,10 +29,10 @@ class HybridEntry(GroupedEntry):
     gives_weights = property(lambda self: not self.streaming_heads)
 
     full_heads: int
-    compensated_heads: int
     sinks: int
     recent: int
     head_order: tuple[int, ...]
+    compensated_heads: int | None = None
 
     @property
     def streaming_heads(self) -> int:
@@ -43,9 +43,11 @@ class HybridEntry(GroupedEntry):
         """Validate the numbers of heads, their order and the window."""
         if problem := super().problem(config, index, entries):
             return problem
-        heads, full, compensated = self.kv_heads, self.full_heads, self.compensated_heads
-        if full < 0 or compensated < 0 or full + compensated > heads:
-            return f"full_heads {full} and compensated_heads {compensated} exceed {heads} KV heads or are negative"
+        heads = self.kv_heads
+        if not 0 <= self.full_heads <= heads:
+            return f"full_heads must be 0 to {heads}, not {self.full_heads}"
+        if self.compensated_heads:
+            return "compensated_heads are of an earlier version; convert the source again"
         if sorted(self.head_order) != list(range(heads)):
             return f"head_order must list each of the {heads} KV heads once"
         return window_problem(self.sinks, self.recent)

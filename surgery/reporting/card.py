@@ -144,10 +144,9 @@ def _source_code(report) -> str:
 def _describe_cache(source: dict, target: dict) -> str:
     """Describe the cached content of a token in words; targets of earlier versions may have none of these entries."""
     if "full_heads" in target:
-        extra = f", {target['compensated_heads']} of them with a compensation token" * bool(target["compensated_heads"])
         streaming = target["heads"] - target["full_heads"]
         window = f"{target['sinks']} first and {target['recent']} recent tokens"
-        return f"{streaming} of {target['heads']} KV heads stream over {window}{extra}"
+        return f"{streaming} of {target['heads']} KV heads stream over {window}"
     if "kv_heads" in target:
         heads = target["kv_heads"]
         heads_text = _range(heads) if isinstance(heads, list) else heads

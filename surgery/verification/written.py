@@ -186,10 +186,6 @@ def _reads_ahead(cache) -> bool:
 def _bytes_in(weight_dtype: torch.dtype, cache, dtype: torch.dtype) -> int:
     """Count the bytes of a live cache as if the model ran in ``weight_dtype`` instead of ``dtype``."""
     tensors = [tensor for tensor in plain_tensors(cache) if tensor.ndim > 0 or tensor.is_floating_point()]
-    parts = [part for layer in cache.layers for part in getattr(layer, "parts", [layer])]
-    wide = [tensor for part in parts for tensor in getattr(part, "wide_tensors", ())]
-    as_wide = torch.promote_types(weight_dtype, torch.float32)
-    of_model = [tensor for tensor in tensors if tensor.dtype == dtype and not any(tensor is other for other in wide)]
-    numbers = storage_bytes(of_model) // dtype.itemsize * weight_dtype.itemsize
-    codes = storage_bytes(t for t in tensors if t.dtype != dtype and not any(t is other for other in wide))
-    return numbers + codes + sum(tensor.numel() for tensor in wide) * as_wide.itemsize
+    numbers = storage_bytes(tensor for tensor in tensors if tensor.dtype == dtype)
+    codes = storage_bytes(tensor for tensor in tensors if tensor.dtype != dtype)
+    return numbers // dtype.itemsize * weight_dtype.itemsize + codes

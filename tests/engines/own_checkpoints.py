@@ -25,7 +25,7 @@ def latent(rank: int, frequencies: list[float], **changes) -> dict:
 
 def hybrid(full: int, heads: int = 2, sinks: int = 5, recent: int = 20) -> dict:
     """An entry of `attention_layers` whose first heads see all tokens."""
-    entry = {"kind": "hybrid", "kv_heads": heads, "full_heads": full, "compensated_heads": 0}
+    entry = {"kind": "hybrid", "kv_heads": heads, "full_heads": full}
     return entry | {"sinks": sinks, "recent": recent, "head_order": list(range(heads))}
 
 

@@ -34,7 +34,6 @@ def requests(folders: dict[str, Path]) -> dict[str, dict]:
         "freed": of("llama_hybrid", [LONGEST], kv_cache_memory_bytes=FREED * BLOCK_BYTES, **pieces),
         "long": of("long", [], **long),
         "long_of_unequal": of("long_of_unequal", [], **long),
-        "compensated": of("compensated"),
         "windows": of("windows"),
         "fp8": of("llama_hybrid", kv_cache_dtype="fp8"),
         "one_manager": of("llama_hybrid", disable_hybrid_kv_cache_manager=True),
@@ -49,12 +48,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     def variant(name: str, source: str, **fields) -> Path:
         return changed(results[source], tmp_path_factory.mktemp(name), **fields)
 
-    compensated = hybrid(1) | {"compensated_heads": 1}
     return {
         **results,
         "long": variant("long", "llama_hybrid", max_position_embeddings=CONTEXT),
         "long_of_unequal": variant("long_of_unequal", "qwen2_hybrid", max_position_embeddings=CONTEXT),
-        "compensated": variant("compensated", "llama_hybrid", attention_layers=[compensated, compensated]),
         "windows": variant("windows", "llama_hybrid", attention_layers=[hybrid(1), hybrid(1, recent=9)]),
     }
 
@@ -116,7 +113,6 @@ def test_blocks_between_sinks_and_window_are_freed(answers, folders):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("compensated", "hybrid heads with compensation"),
         ("windows", "hybrid heads with several windows"),
         ("fp8", "--kv-cache-dtype fp8"),
         ("one_manager", "--disable-hybrid-kv-cache-manager"),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conversions import convert_checkpoint
 from tiny_models import OWN_SOFTMAX, tokens
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +13,6 @@ from surgery.heads.streaming import mixed_output
 from surgery.model import SurgeryConfig, SurgeryForCausalLM
 from surgery.running.attention_tap import AttentionCall, tap_attention
 from surgery.running.loading import attention_of
-from surgery.structures.hybrid.settings import HybridSettings
 
 
 def custom_class(checkpoint, **how) -> SurgeryForCausalLM:
@@ -69,10 +67,3 @@ def test_taps_see_it(checkpoints, name):
 
 def test_what_has_to_be_told_is_said():
     assert sorted(EAGER) == sorted(name for name, family in FAMILIES.items() if family.eager)
-
-
-@pytest.mark.slow
-def test_compensation_tokens_are_capped(checkpoints, tmp_path):
-    """The simulation and the class are written apart, and the conversion compares them."""
-    settings = HybridSettings(calibration="none", streaming=1.0, sinks=1, recent=4, compensated=0.5)
-    convert_checkpoint(checkpoints("gemma2"), tmp_path / "out", settings)

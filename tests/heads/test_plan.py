@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from surgery.common.errors import SurgeryError
-from surgery.heads.plan import HeadPlan, compile_plan
+from surgery.heads.plan import compile_plan
 
 SINGLE = [[(head,) for head in range(4)] for _ in range(2)]  # every KV head for itself, of two layers
 SCORES = torch.tensor([[0.9, 0.1, 0.5, 0.2], [0.3, 0.8, 0.05, 0.6]])
@@ -25,20 +25,16 @@ def test_the_best_heads_stay_full():
     assert plan.full.flatten().tolist() == [True] * 3 + [False] * 5
 
 
+def test_full_heads_come_first():
+    plan = compile_plan(SCORES, SINGLE, at_most(4), 4, 8)
+    assert plan.order(0) == [0, 2, 1, 3] and plan.order(1) == [1, 3, 0, 2]
+
+
 def test_heads_of_one_unit_go_together():
     units = [[(0, 1), (2, 3)], [(0, 1, 2, 3)]]
     plan = compile_plan(SCORES, units, at_most(6), 4, 8)
     # Layer 1 has a head of 0.8, but needs four; the budget ends before it would fit with the best unit.
     assert plan.full.tolist() == [[True] * 2 + [False] * 2, [True] * 4]
-
-
-def test_the_best_of_the_streaming_heads_are_compensated():
-    plan = compile_plan(SCORES, SINGLE, at_most(2), 4, 8, compensated=0.5)
-    assert plan.compensated.tolist() == [[False, False, True, False], [True, False, False, True]]
-    assert plan.order(0) == [0, 1, 3, 2] and plan.order(1) == [1, 2, 0, 3]
-    full = torch.tensor([[True, False]])
-    with pytest.raises(SurgeryError, match="compensated"):
-        HeadPlan(full, full, 4, 8)
 
 
 def test_an_impossible_budget_says_what_to_do():

@@ -42,14 +42,7 @@ class DenseReference:
         scores = scaling * query @ key[:, None].mT
         scores = scores.masked_fill(~(visible | (p == q))[:, None], float("-inf"))
         values = value[:, None].expand(-1, query.shape[1], -1, -1)
-        if rank < entry["kv_heads"] - entry["compensated_heads"]:
-            return scores.softmax(-1) @ values
-        dropped = (causal & ~near).to(key.dtype)
-        count = dropped.sum(-1, keepdim=True)
-        mean_key, mean_value = dropped @ key / count.clamp(min=1), dropped @ value / count.clamp(min=1)
-        extra = scaling * (query * mean_key[:, None]).sum(-1, keepdim=True) + count[:, None].log()
-        weights = torch.cat([scores, extra], dim=-1).softmax(-1)
-        return weights[..., :-1] @ values + weights[..., -1:] * mean_value[:, None]
+        return scores.softmax(-1) @ values
 
 
 def reference_logits(source: PreTrainedModel, entries, padding, ids) -> torch.Tensor:
@@ -65,11 +58,11 @@ def agree_after_padding(actual, expected, padding, tolerance=1e-10):
 
 
 def random_entry(rng: random.Random) -> dict | None:
-    """Draw an entry of one layer: all full, all streaming, all compensated, any mix, or the stock attention."""
-    full, compensated = rng.choice([(4, 0), (0, 0), (0, 4), (2, 0), (1, 1), (0, 1), (3, 1), (2, 1)])
+    """Draw an entry of one layer: all full, all streaming, any mix, or the stock attention."""
+    full = rng.choice([4, 0, 0, 3, 2, 1])
     order = rng.sample(range(KV_HEADS), KV_HEADS)
     window = {"sinks": rng.choice([0, 1, 4]), "recent": rng.choice([1, 2, 7, 16])}
-    return rng.choice([None, *[hybrid_entry(full, order, compensated, **window)] * 4])
+    return rng.choice([None, *[hybrid_entry(full, order, **window)] * 4])
 
 
 def random_chunks(rng: random.Random, length: int) -> list[int]:
@@ -100,7 +93,7 @@ def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkey
     for _ in range(5):
         monkeypatch.setattr(surgery.model.hybrid_cache, "PIECE", rng.choice([1, 256]))
         entries = [random_entry(rng) for _ in range(own.LAYERS - 1)] + [
-            hybrid_entry(1, [2, 0, 1, 3], 1, sinks=2, recent=5)
+            hybrid_entry(1, [2, 0, 1, 3], sinks=2, recent=5)
         ]
         rng.shuffle(entries)
         batch, length = rng.choice([(1, 9), (1, 40), (3, 14), (3, 40)])
@@ -120,7 +113,7 @@ def test_the_cache_is_the_source_with_dense_masks(family, implementation, monkey
 def test_quantized_streaming_heads_do_not_depend_on_chunks(form):
     source = tiny_source("llama", **MANY_HEADS).double()
     kv_cache = {"format": "int8", "group": 32, "window": 64, "keys": "channel", "streaming_format": form}
-    entries = [hybrid_entry(1, [3, 1, 0, 2], 1, sinks=2, recent=6), hybrid_entry(0, [0, 1, 2, 3], sinks=0, recent=4)]
+    entries = [hybrid_entry(1, [3, 1, 0, 2], sinks=2, recent=6), hybrid_entry(0, [0, 1, 2, 3], sinks=0, recent=4)]
     model, exact = (hybrid_model(source, entries, kv_cache=cache).double() for cache in (kv_cache, None))
     ids, padding = tokens(2, 30), [0, 5]
     expected = own.through_cache(model, ids, padding, [30])
@@ -135,7 +128,7 @@ def test_quantized_streaming_heads_do_not_depend_on_chunks(form):
 @pytest.mark.parametrize("make", ["hybrid", "window", "blocks", "latent"])
 def test_gradient_checkpointing_knows_the_padding(make):
     source = tiny_source("llama")
-    entry = hybrid_entry(1, [1, 0], 1, sinks=2, recent=4)
+    entry = hybrid_entry(1, [1, 0], sinks=2, recent=4)
     window = {"kind": "low_rank", "blocks": [{"rank": 32, "keys": [0, 1], "values": [0, 1]}], "shared_layers": 0}
     window |= {"shared_rank": 0, "sinks": 2, "window": 4}
     model = {
@@ -193,9 +186,9 @@ def test_families_with_windows_of_their_own_are_refused(family):
     ("change", "message"),
     [
         ({"kv_heads": 3, "head_order": [0, 1, 2]}, "must be a multiple of"),
-        ({"full_heads": 3}, "full_heads 3 and compensated_heads 0"),
-        ({"full_heads": 1, "compensated_heads": 2}, "full_heads 1 and compensated_heads 2"),
-        ({"full_heads": -1}, "full_heads -1"),
+        ({"full_heads": 3}, "full_heads must be 0 to 2, not 3"),
+        ({"full_heads": -1}, "not -1"),
+        ({"compensated_heads": 1}, "convert the source again"),
         ({"recent": 0}, "recent must be at least 1"),
         ({"sinks": -1}, "sinks at least 0"),
         ({"head_order": [0, 0]}, "head_order"),

@@ -44,7 +44,6 @@ CASES = {
     "gqa": {"kv_heads": 1},
     "lowrank": {"kv_ratio": 0.5},
     "hybrid": {"heads": "a pattern", "streaming": 0.5},
-    "hybrid, compensated": {"heads": "a pattern", "streaming": 0.75, "compensated": 0.4},
     "lowrank, bits": {"kv_ratio": 0.1, "bits": "auto"},
     "mla, bits": {"kv_ratio": 0.2, "bits": "auto"},
     "crosslayer": {"kv_ratio": 0.1},

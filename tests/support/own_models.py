@@ -212,9 +212,9 @@ def lossless_grouped(source: PreTrainedModel) -> SurgeryForCausalLM:
     return model.eval()
 
 
-def hybrid_entry(full: int, order: list[int], compensated: int = 0, **overrides) -> dict:
+def hybrid_entry(full: int, order: list[int], **overrides) -> dict:
     """Sinks and a window that hold all texts of these tests, unless `overrides` say otherwise."""
-    entry = {"kind": "hybrid", "kv_heads": len(order), "full_heads": full, "compensated_heads": compensated}
+    entry = {"kind": "hybrid", "kv_heads": len(order), "full_heads": full}
     return entry | {"sinks": 8, "recent": 40, "head_order": order} | overrides
 
 
@@ -235,7 +235,7 @@ def hybrid_model(source: PreTrainedModel, entries: list[dict | None], **override
 
 
 def lossless_hybrid(source: PreTrainedModel) -> SurgeryForCausalLM:
-    return hybrid_model(source, [hybrid_entry(1, [1, 0]), hybrid_entry(0, [1, 0], compensated=1)])
+    return hybrid_model(source, [hybrid_entry(1, [1, 0]), hybrid_entry(0, [1, 0])])
 
 
 def streaming_latent_config(source: PreTrainedModel, sinks: int, recent: int, **overrides) -> SurgeryConfig:

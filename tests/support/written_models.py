@@ -107,7 +107,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "quantized_window": partial(from_entries, low_rank_entry(window=3, sinks=2), kv_cache=INT8),
     "quantized_hybrid": partial(
-        from_entries, hybrid_entry(1, [1, 0], 0, sinks=2, recent=5), kv_cache=INT8 | {"streaming_format": "int4"}
+        from_entries, hybrid_entry(1, [1, 0], sinks=2, recent=5), kv_cache=INT8 | {"streaming_format": "int4"}
     ),
     "quantized_mla": lambda: mla([None] * LAYERS, kv_cache=FP8),
     "rows_latent": partial(from_entries, ROWS_ENTRY),
@@ -116,7 +116,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "rows_heads": partial(from_entries, HEAD_ROWS),
     "rows_head_pairs": partial(from_entries, HEAD_PAIR_ROWS),
     "rows_shared": partial(from_entries, *CASCADE_ROWS, family="qwen3"),
-    "mixed": partial(from_entries, LATENT_ENTRY, hybrid_entry(1, [1, 0], 1, sinks=2, recent=5), kv_cache=[None, INT8]),
+    "mixed": partial(from_entries, LATENT_ENTRY, hybrid_entry(1, [1, 0], sinks=2, recent=5), kv_cache=[None, INT8]),
     IMAGES: partial(with_pictures, low_rank_entry()),
     "mla": mla,
     "fewer_heads": fewer_heads,

@@ -37,15 +37,6 @@ class HybridSettings(ConversionSettings):
         unset="the pattern's, or 256",
         flag="window",
     )
-    compensated: float = setting(
-        0.0,
-        "Share of streaming heads that also read the mean of their evicted keys and values.",
-        more="Those with the highest scores, as in RazorAttention.",
-        least=0,
-        most=1,
-        section="Heads",
-        advanced=True,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@ import torch
 from torch import BoolTensor, Tensor
 
 from surgery.architectures.custom_class import MODEL_TYPE, own_config
-from surgery.architectures.hybrid import REASON, StreamableModel, compensation_bytes, moved_tensors
+from surgery.architectures.hybrid import REASON, StreamableModel, moved_tensors
 from surgery.calibration.held_out import Score
 from surgery.calibration.texts import Texts
 from surgery.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
@@ -120,7 +120,6 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
                 "recent": plan.recent,
                 "heads": plan.full.numel(),
                 "full_heads": int(plan.full.sum()),
-                "compensated_heads": int(plan.compensated.sum()),
                 "context": self._context,
                 "kv_ratio_at_context": kv_bytes / whole,
                 "pattern": None if pattern is None else pattern.identity(),
@@ -135,7 +134,7 @@ class Hybrid(Structure[Source | OwnSource, HybridSettings]):
     def closed_form(self, work: ConversionContext, layer: int) -> StreamingAttention:
         stream, plan = self.opened.stream, self._plan
         anatomy = self.opened.anatomy(layer).to(stream.device, stream.dtype)
-        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent, plan.compensated[layer])
+        return StreamingAttention(anatomy, plan.streams[layer], plan.sinks, plan.recent)
 
 
 STREAMING = "streaming"
@@ -150,7 +149,7 @@ class HybridLayerReport:
     """Report of one layer.
 
     Attributes:
-        full_heads, streaming_heads, compensated_heads: indices of the source's KV heads.
+        full_heads, streaming_heads: indices of the source's KV heads.
         scores: scores of the KV heads in the pattern; None without a pattern.
         measured: relative error of the layer's contribution to the hidden states, on the source's inputs, by stage.
     """
@@ -158,17 +157,15 @@ class HybridLayerReport:
     layer: int
     full_heads: tuple[int, ...]
     streaming_heads: tuple[int, ...]
-    compensated_heads: tuple[int, ...]
     scores: tuple[float, ...] | None
     measured: dict[str, float]
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        return "full heads", "streaming heads", "compensated"
+        return "full heads", "streaming heads"
 
     def cells(self) -> tuple:
-        kinds = (self.full_heads, self.streaming_heads, self.compensated_heads)
-        return tuple(" ".join(map(str, heads)) or "-" for heads in kinds)
+        return tuple(" ".join(map(str, heads)) or "-" for heads in (self.full_heads, self.streaming_heads))
 
 
 def plan_heads(
@@ -176,7 +173,7 @@ def plan_heads(
 ) -> HeadPlan:
     """Compute the plan of full and streaming heads from the settings.
 
-    Raises SurgeryError: the pattern does not fit the model, compensated heads share a latent, or no head streams.
+    Raises SurgeryError: the pattern does not fit the model, or no head streams.
     """
     shape = model.layers, model.kv_heads
     sinks, recent = settings.sinks, settings.recent
@@ -193,24 +190,18 @@ def plan_heads(
     recent = default_recent if recent is None else recent
     if sinks is None or recent is None:
         raise SurgeryError(f"{settings.heads}: has no sinks and recent tokens; pass --sinks and --window")
-    if settings.compensated and any(unit.blocks or len(unit.heads) > 1 for layer in model.units for unit in layer):
-        raise SurgeryError(
-            "compensated: must be 0 for models with latents, which have no keys and values by head",
-            setting="compensated",
-        )
     window, heads = sinks + recent - 1, scores.numel()
     everything = torch.ones(shape, dtype=torch.bool)
     ratio = 0.5 if settings.kv_ratio is None else settings.kv_ratio
     budget = ratio * model.bytes_at(everything, context, window, itemsize)
-    extra = settings.compensated * compensation_bytes(model.head_dim)
 
     def affordable(full: BoolTensor) -> bool:
         if settings.streaming is not None:
             return int(full.sum()) <= count_of(1 - settings.streaming, heads)
-        return model.bytes_at(full, context, window, itemsize, extra) <= budget
+        return model.bytes_at(full, context, window, itemsize) <= budget
 
     units = [[unit.heads for unit in layer] for layer in model.units]
-    plan = compile_plan(scores, units, affordable, sinks, recent, settings.compensated)
+    plan = compile_plan(scores, units, affordable, sinks, recent)
     if plan.full.all():
         raise SurgeryError("no head streams with this budget: lower --kv-ratio, or use the source unchanged")
     return plan
@@ -244,12 +235,11 @@ def measure_plan(
 
 def _masked(plan: HeadPlan, layer: int) -> Callable[[AttentionCall], Tensor]:
     """Return a layer's attention under the plan; if all heads share a latent, the whole layer streams or none of it."""
-    streams, compensated = plan.streams[layer], plan.compensated[layer]
+    streams = plan.streams[layer]
 
     def attention(call: AttentionCall) -> Tensor:
-        shared = call.kv_heads != len(streams)
-        which = streams.all().expand(call.kv_heads) if shared else streams
-        return mixed_output(call, which, plan.sinks, plan.recent, None if shared else compensated)
+        which = streams if call.kv_heads == len(streams) else streams.all().expand(call.kv_heads)
+        return mixed_output(call, which, plan.sinks, plan.recent)
 
     return attention
 
@@ -259,5 +249,4 @@ def layer_report(layer: int, plan: HeadPlan, pattern: HeadPattern | None, error:
         return tuple(selection[layer].nonzero().flatten().tolist())
 
     scores = None if pattern is None else tuple(pattern.scores[layer].tolist())
-    plain = plan.streams & ~plan.compensated
-    return HybridLayerReport(layer, heads(plan.full), heads(plain), heads(plan.compensated), scores, {STREAMING: error})
+    return HybridLayerReport(layer, heads(plan.full), heads(plan.streams), scores, {STREAMING: error})
