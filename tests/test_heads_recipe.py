@@ -35,7 +35,7 @@ def finished(tmp_path_factory):
     source = str(make_checkpoint(folder / "source", "llama"))
     recipe = write(
         folder,
-        {"heads": {"name": "trained", "source": source, "method": "prulong", "steps": 4, **SCORE}},
+        {"heads": {"name": "trained", "source": source, "method": "duo", "steps": 4, **SCORE}},
         {"heads": {"name": "induced", "source": source, "method": "induction", **SCORE}},
         {
             "convert": {
@@ -56,7 +56,7 @@ def test_later_steps_use_patterns_by_name(finished):
     _, work = finished
     patterns = {name: HeadPattern.load(work / f"{name}.safetensors") for name in ("trained", "induced")}
     assert {name: pattern.method for name, pattern in patterns.items()} == {
-        "trained": "prulong",
+        "trained": "duo",
         "induced": "induction",
     }
     report = json.loads((work / "hybrid" / "surgery_report.json").read_text())
@@ -75,7 +75,7 @@ def test_finished_steps_are_kept(finished):
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"samples": 2}, {"length": 100}, {"method": "kvzip"}, {"source": "other"}], ids=str
+    "change", [{"seed": 1}, {"samples": 2}, {"length": 100}, {"method": "needle"}, {"source": "other"}], ids=str
 )
 def test_patterns_of_other_models_and_settings_are_not_taken_for_them(finished, tmp_path, change):
     recipe, work = finished
@@ -97,7 +97,7 @@ def test_a_conversion_by_an_older_pattern_is_not_kept(finished, tmp_path):
     before = times(tmp_path / "work")
     run_recipe(mine, tmp_path / "work", Progress(silent=True))
     assert times(tmp_path / "work") == before
-    HeadPattern(-pattern.scores, "prulong", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
+    HeadPattern(-pattern.scores, "duo", 4, 16).save(tmp_path / "mine.safetensors", overwrite=True)
     with pytest.raises(SurgeryError, match="hybrid: exists, but from another source or with other settings"):
         run_recipe(mine, tmp_path / "work", Progress(silent=True))
 

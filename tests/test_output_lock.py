@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_core", "short_decoding", "no_pictures"
 
 CONVERT = ("--calibration", "none", "--kv-ratio", "0.5")
 EVAL = ("--windows", "2", "--length", "64", "--tasks", "loss", "--decoded", "4", "--variants", "none")
-HEADS = ("--method", "prulong", "--steps", "2", "--sinks", "4", "--window", "16", "--length", "200")
+HEADS = ("--method", "duo", "--steps", "2", "--sinks", "4", "--window", "16", "--length", "200")
 HEAL = ("--teacher", "{source}", "--data", str(HELD_OUT), "--max-steps", "1", "--length", "32", "--held-out", "2")
 PLAN = ("--kv-ratio", "0.5", "--allow", "quantized", "--calibration-tokens", "512", "--calibration-length", "64")
 VERBS = {
@@ -26,7 +26,7 @@ VERBS = {
     "eval": (("eval", "{source}", *EVAL, "--out", "{out}"), "surgery.evaluation.run._RowRunner.measure"),
     "heads": (
         ("heads", "{source}", *HEADS, "--text", str(HELD_OUT), "--out", "{out}.safetensors"),
-        "surgery.heads.prulong.mean_loss",
+        "surgery.heads.duo.DuoObjective.backward",
     ),
     "heal": (("heal", "{source}", *HEAL, "--no-measure", "--out", "{out}"), "surgery.healing.heal._train"),
     "plan": (

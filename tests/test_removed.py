@@ -37,7 +37,10 @@ VARIANTS = ("mean-pool", "kvtc_8x", "kvtc_16x", "kvtc_32x", "kvtc_64x")
 LINES |= {f"variants {name}": ["eval", "builtin", f"--variants=int8,{name}"] for name in VARIANTS}
 TASKS = ("repeat", "match", "memory", "kernels", "ruler")
 LINES |= {f"tasks {name}": ["eval", "builtin", f"--tasks=loss,{name}"] for name in TASKS}
-LINES |= {f"method {name}": ["heads", "builtin", f"--method={name}"] for name in ("ablation", "attention-area")}
+LINES |= {
+    f"method {name}": ["heads", "builtin", f"--method={name}"]
+    for name in ("ablation", "attention-area", "kvzip", "prulong")
+}
 METHODS = ("asvd", "cskv", "think")
 LINES |= {f"method {name}": ["convert", "builtin", "--to", "lowrank", f"--method={name}"] for name in METHODS}
 SHARED = ("xkv", "xkv-prompt", "minicache")

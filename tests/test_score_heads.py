@@ -23,7 +23,7 @@ from surgery.structures.mla.settings import ConvertSettings
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-QUICK = {"method": "prulong", "steps": 8, "sinks": 4, "recent": 16, "length": 100, "facts": 1, "samples": 1}
+QUICK = {"method": "duo", "steps": 8, "sinks": 4, "recent": 16, "length": 100, "facts": 1, "samples": 1}
 QUICK |= {"text": str(HELD_OUT), "device": "cpu"}
 FLAGS = [part for name, value in QUICK.items() for part in (f"--{name}", str(value))]
 
@@ -49,7 +49,7 @@ def test_the_pattern_says_where_it_came_from(source, tmp_path):
     assert torch.equal(pattern.scores, result.pattern.scores) and pattern.scores.shape == (2, 2)
     assert pattern.model["sha256"] == CheckpointReader.open(source).fingerprint()
     assert pattern.model["name"] == source.name
-    assert (pattern.method, pattern.sinks, pattern.recent, pattern.seeds) == ("prulong", 4, 16, (0,))
+    assert (pattern.method, pattern.sinks, pattern.recent, pattern.seeds) == ("duo", 4, 16, (0,))
     assert pattern.settings == {**quick().to_dict(), "length": 128}  # half of the limit
     assert pattern.spread is None and pattern.seconds > 0
     with safe_open(result.path, "pt") as file:
@@ -63,13 +63,12 @@ def test_another_config_is_another_model(source, tmp_path):
     assert all(one.model[name] != two.model[name] for name in ("sha256", "config_sha256"))
 
 
-@pytest.mark.parametrize("method", ["prulong", "kvzip"])
-def test_the_data_hash_is_that_of_what_heads_were_scored_on(source, tmp_path, method):
+def test_the_data_hash_is_that_of_what_heads_were_scored_on(source, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(HELD_OUT.read_text()[30_000:])
 
     def data(name, **changes):
-        return scored(source, tmp_path / f"{name}.safetensors", method=method, steps=2, **changes).data_sha256
+        return scored(source, tmp_path / f"{name}.safetensors", steps=2, **changes).data_sha256
 
     hashes = [data("a"), data("seed", seed=1), data("text", text=str(text)), data("both", seeds=2)]
     assert len(set(hashes)) == 4
@@ -149,7 +148,7 @@ def test_the_demo_model_copies_its_needles(tmp_path):
 )
 def test_converted_models_are_scored(conversions, tmp_path, settings, heads):
     checkpoint = conversions("llama", settings).path
-    for method in ("prulong", "induction"):
+    for method in ("duo", "induction"):
         pattern = scored(checkpoint, tmp_path / f"{method}.safetensors", method=method, steps=2)
         assert pattern.scores.shape == (2, heads)
     assert pattern.model["sha256"] == CheckpointReader.open(checkpoint).fingerprint()

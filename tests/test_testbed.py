@@ -104,7 +104,7 @@ def test_transmla_comes_out_where_its_public_code_does(measure, tmp_path, ratio,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["duo", "prulong"])
+@pytest.mark.parametrize("method", ["duo", "needle"])
 def test_three_quarters_of_the_heads_can_stream(measure, tmp_path, method):
     options = HeadSettings(method=method, sinks=16, recent=112, length=1024)
     heads = score_heads(DEMO, tmp_path / "heads.safetensors", options).path

@@ -186,7 +186,7 @@ def score_heads(
 
     Args:
         model: see :mod:`surgery.api.model_arguments`.
-        method: duo, prulong, needle, induction or kvzip.
+        method: duo, needle or induction.
         out: output file NAME.safetensors, with a heat map next to it; None for a temporary file.
         tokenizer: tokenizer of a model in memory.
         config: YAML file of settings, or the name of a shipped one; arguments override it.

@@ -13,6 +13,7 @@ EVALUATED = "use surgery eval of the result; heal.jsonl has the held-out losses 
 FIT = "healing recovers more in the same time: surgery convert --heal 5m, or a heal step of a recipe"
 KVTC = "it stores caches, and the live cache keeps its bytes: use caches that a model decodes from"
 RULER = "use RULER of lm-evaluation-harness: --tasks lm-eval:niah_single_1 --needle-lengths 4096"
+NEEDLE = "use --method needle, which is as fast and finds the same heads"
 CASCADE = "the only method, a cascade in bits, loses less at every size: leave it out"
 LOW_RANK = "leave it out, as the default loses less, or use --method svd-llm; existing checkpoints still load"
 
@@ -24,7 +25,9 @@ REMOVED = {
     "fit_worth": FIT,
     "mixtures": "plans use one target for all layers; leave it out",
     "refine": "use --to lowrank --bits auto, which allocates the budget by layer",
-    "method attention-area": "use --method kvzip, which is as fast and finds retrieval heads",
+    "method attention-area": NEEDLE,
+    "method kvzip": NEEDLE,
+    "method prulong": "use --method duo, which finds the same heads in a sixth of the time",
     "method ablation": "use --method duo, which finds the same heads, and surgery eval of the hybrids",
     "method procrustes": "use --method fisher, which aligns heads in the metric of the loss",
     "method asvd": LOW_RANK,

@@ -11,8 +11,6 @@ while the mean is above and lowered while it is below.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import LongTensor, Tensor
 
@@ -21,9 +19,6 @@ from surgery.heads.gate_training import train_gates
 from surgery.heads.gates import gated_heads
 from surgery.heads.scorer import HeadScores, ScoringSession
 from surgery.running.attention_tap import AttentionCall, tap_attention
-
-LEARNING_RATE = 0.04
-"""Twice the paper's learning rate, which trains for 2,000 steps."""
 
 PENALTY = 0.05
 """Initial weight of the mean gate in the loss."""
@@ -51,8 +46,6 @@ class DuoObjective:
     ``gate_sum`` [L, G] is their sum over all steps.
     """
 
-    name = "duo"
-
     def __init__(self, session: ScoringSession) -> None:
         """Draw a sequence per step."""
         self._model, self._settings = session.model, session.settings
@@ -62,10 +55,6 @@ class DuoObjective:
         self.gates = torch.ones(shape, dtype=torch.float32, device=self._device, requires_grad=True)
         self.gate_sum = torch.zeros(shape, dtype=torch.float32, device=self._device)
         self.penalty = torch.tensor(PENALTY, dtype=torch.float32, device=self._device)
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the parameter group of the gates."""
-        return [{"params": [self.gates], "lr": self._settings.learning_rate or LEARNING_RATE}]
 
     def backward(self, step: int) -> Tensor:
         """Backpropagate the mean squared error of hidden states, relative to the teacher's mean square."""

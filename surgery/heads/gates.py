@@ -12,13 +12,11 @@ from itertools import groupby
 
 import torch
 from torch import LongTensor, Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.logits import ROWS_AT_ONCE, LogitReader
 from surgery.heads.streaming import streaming_output
 from surgery.running.attention_tap import AttentionCall, tap_attention
 
@@ -90,20 +88,3 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
 
 
 _SWITCHES = "training", "gradient_checkpointing", "_gradient_checkpointing_func"
-
-
-def mean_loss(reader: LogitReader, tokens: LongTensor) -> Tensor:
-    """Compute the mean cross-entropy of tokens [B, T] int64 but each row's first, in nats: a float32 scalar.
-
-    Float32 logits exist for a few positions at a time; the backward pass recomputes them.
-    """
-    states = reader.states(tokens)[:, :-1].flatten(0, 1)
-    targets = tokens[:, 1:].flatten().to(states.device)
-
-    def summed(rows: Tensor, labels: Tensor) -> Tensor:
-        logits = reader.logits(rows[None])[0]
-        return cross_entropy(logits, labels.to(logits.device), reduction="sum")
-
-    pieces = zip(states.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True)
-    losses = [checkpoint(summed, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    return torch.stack(losses).sum() / len(targets)

@@ -8,15 +8,14 @@ from typing import Literal, get_args
 from surgery.common.file_settings import FileSettings
 from surgery.common.setting import DTYPE_NAMES, setting
 
-Method = Literal["duo", "prulong", "needle", "induction", "kvzip"]
+Method = Literal["duo", "needle", "induction"]
 METHODS = get_args(Method)
 SUFFIX = ".safetensors"
 """Suffix of pattern files."""
 
-STEPS, DUO_STEPS = 150, 80
-"""Default training steps. After 80 steps, gates of `duo` rank the demo model's heads as after 150 at half the learning
-rate (rank correlation 0.99); gates of `prulong` are better separated after 150. Tested on the demo model only.
-"""
+STEPS = 80
+"""Default training steps. After these, gates rank the demo model's heads as after 150 at half the learning rate (rank
+correlation 0.99). Tested on the demo model only."""
 
 
 @dataclass(frozen=True)
@@ -25,26 +24,16 @@ class HeadSettings(FileSettings):
 
     method: Method = setting(
         "duo",
-        "Scoring method: duo and prulong train gates; the others measure attention and take about a minute.",
+        "Scoring method: duo trains gates; the others measure attention and take about a minute.",
         plugins="scorers",
         section="Method",
         metavar="NAME",
     )
     sinks: int = setting(64, "First tokens that a streaming head sees.", least=0, section="Streaming heads")
     recent: int = setting(256, "Recent tokens that it sees, including the query's own.", least=1, flag="window")
-    target: float = setting(
-        0.25, "Share of heads that stay full.", least=0, most=1, section="Training of gates (duo, prulong)"
-    )
-    steps: int | None = setting(
-        None,
-        "Training steps, one sequence each.",
-        least=1,
-        unset=f"duo {DUO_STEPS}, prulong {STEPS}",
-        advanced=True,
-    )
-    learning_rate: float | None = setting(
-        None, "Learning rate of the gates.", above=0, unset="duo 0.04, prulong 0.15", advanced=True
-    )
+    target: float = setting(0.25, "Share of heads that stay full.", least=0, most=1, section="Training of gates (duo)")
+    steps: int = setting(STEPS, "Training steps, one sequence each.", least=1, advanced=True)
+    learning_rate: float | None = setting(None, "Learning rate of the gates.", above=0, unset="0.04", advanced=True)
     text: str = setting(
         "builtin",
         "Text to score on, in which needles are planted.",
@@ -79,8 +68,3 @@ class HeadSettings(FileSettings):
         synonyms=DTYPE_NAMES,
         advanced=True,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps is None:
-            object.__setattr__(self, "steps", DUO_STEPS if self.method == "duo" else STEPS)

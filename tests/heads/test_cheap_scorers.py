@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.eval.sequences import random_windows, tokenize
-from surgery.heads import attention_rows, induction, kvzip, needle
+from surgery.heads import attention_rows, induction, needle
 from surgery.heads.methods import scorer
 from surgery.heads.needles import needle_sequences
 from surgery.heads.scorer import ScoringSession
@@ -18,7 +18,7 @@ from surgery.heads.settings import HeadSettings
 from surgery.heads.ties import break_ties
 from surgery.running.attention_tap import AttentionCall, tap_attention
 
-CHEAP = ("needle", "induction", "kvzip")
+CHEAP = ("needle", "induction")
 
 
 @pytest.fixture(scope="module")
@@ -186,43 +186,8 @@ def test_copy_score_of_a_head_that_copies(monkeypatch, checkpoints, session):
 def test_what_cannot_be_scored_is_refused(checkpoints, session):
     with pytest.raises(SurgeryError, match="answers none of"):
         needle.score(session(load(checkpoints("llama"))))
-    with pytest.raises(SurgeryError, match="nearly cover"):
-        kvzip.score(session(load(checkpoints("llama")), "kvzip", recent=100))
     with pytest.raises(SurgeryError, match="choose duo"):
         HeadSettings(method="magic")
-
-
-# Against the definitions, computed from whole matrices
-
-
-@pytest.mark.parametrize("chunk", [2000, 20])
-def test_kvzip_is_the_largest_attention_of_the_repetition(monkeypatch, checkpoints, session, tokenizer, chunk):
-    monkeypatch.setattr(kvzip, "CHUNK", chunk)
-    model = load(checkpoints("llama"), attn_implementation="eager")
-    scored = session(model, "kvzip", samples=1)
-    result = kvzip.score(scored)
-    context = scored.text(1)[0, : result.facts["context_tokens"]]
-    expected = torch.zeros(2, 2, 2, len(context))
-    for start in range(1, len(context), chunk):
-        stop = min(start + chunk, len(context))
-        asking = tokenize(tokenizer, kvzip.REPEAT if start == 1 else kvzip.REPEAT_FROM)
-        asking = [*asking, *(context[start - kvzip.REMINDER : start].tolist() if start > 1 else [])]
-        ids = torch.cat((context, torch.tensor(asking), context[start:stop]))
-        assert len(ids) <= 128
-        with torch.no_grad():
-            layers = model(ids[None], output_attentions=True).attentions
-        for layer, attention in enumerate(layers):
-            keys = [0, *range(start, stop), *range(len(context), len(ids))]
-            for row in range(len(context), len(ids)):
-                some = attention[0, :, row, keys] / attention[0, :, row, keys].sum(-1, keepdim=True)
-                some = some[:, 1 : 1 + stop - start].view(2, 2, -1).amax(1)
-                expected[0, layer, :, start:stop] = torch.maximum(expected[0, layer, :, start:stop], some)
-                far = torch.tensor([4 <= position <= row - 16 for position in range(start, stop)])
-                expected[1, layer, :, start:stop] = torch.maximum(expected[1, layer, :, start:stop], some * far)
-    assert torch.allclose(result.parts["largest_of_all"], expected[0].amax(-1), atol=1e-5)
-    assert torch.allclose(result.parts["largest"], expected[1].amax(-1), atol=1e-5)
-    assert torch.allclose(result.parts["mean"], expected[1, :, :, 4:].mean(-1), atol=1e-5)
-    assert torch.equal(result.scores.argsort(), result.parts["largest"].argsort())
 
 
 # All of them

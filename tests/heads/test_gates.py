@@ -1,23 +1,17 @@
 """Gates: what they compute, and how training moves them."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 from scoring import scoring_session, streaming_heads
-from torch.nn.functional import cross_entropy
 
 from surgery.common.errors import SurgeryError
-from surgery.eval.logits import LogitReader
-from surgery.heads import duo, gate_training, gates, prulong
+from surgery.heads import duo, gate_training, gates
 from surgery.heads.gate_training import schedule
-from surgery.heads.gates import gated_heads, gated_output, mean_loss, recomputed_layers
+from surgery.heads.gates import gated_heads, gated_output, recomputed_layers
 from surgery.heads.streaming import streaming_output
 from surgery.running.attention_tap import AttentionCall, tap_attention
-
-SCORERS = {"duo": duo, "prulong": prulong}
-OBJECTIVES = {"duo": duo.DuoObjective, "prulong": prulong.PruLongObjective}
 
 
 def call(dtype=torch.float32) -> AttentionCall:
@@ -110,32 +104,20 @@ def test_layers_are_computed_again_as_in_evaluation(checkpoints, family, calls):
     assert states == [layer.__dict__ for layer in session.model.base_model.layers]
 
 
-@pytest.mark.parametrize("method", SCORERS)
-def test_layers_are_computed_again_only_where_they_would_keep_much(checkpoints, method, monkeypatch, calls):
+def test_layers_are_computed_again_only_where_they_would_keep_much(checkpoints, monkeypatch, calls):
     results = []
     for entry in (gate_training.KEPT_BYTES, 0):
         monkeypatch.setattr(gate_training, "KEPT_BYTES", entry)
         calls.clear()
-        results.append((SCORERS[method].score(scoring_session(checkpoints("llama"), steps=3)).scores, len(calls)))
+        results.append((duo.score(scoring_session(checkpoints("llama"), steps=3)).scores, len(calls)))
     (scores, once), (same, twice) = results
     assert torch.equal(scores, same) and twice == 2 * once
 
 
-def test_the_loss_in_pieces_is_the_loss(checkpoints, monkeypatch):
-    monkeypatch.setattr(gates, "ROWS_AT_ONCE", 7)
-    session = scoring_session(checkpoints("llama"))
-    tokens = session.text(2)
-    reader = LogitReader(session.model, tokens)
-    logits = session.model(tokens).logits[:, :-1]
-    each = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(2, -1)
-    assert torch.allclose(mean_loss(reader, tokens), each.mean(), rtol=1e-5)
-
-
-@pytest.mark.parametrize("method", OBJECTIVES)
-def test_gradients_are_those_of_the_loss(checkpoints, method):
+def test_gradients_are_those_of_the_loss(checkpoints):
     session = scoring_session(checkpoints("llama"), steps=1)
-    objective = OBJECTIVES[method](session)
-    (parameter,) = objective.groups()[0]["params"]
+    objective = duo.DuoObjective(session)
+    parameter = objective.gates
     with torch.no_grad():
         parameter.copy_(torch.tensor([[0.3, 0.6], [0.8, 0.5]]))
     with recomputed_layers(session.model):
@@ -185,38 +167,18 @@ def test_full_gates_lose_nothing_to_their_teacher(checkpoints):
     assert objective.backward(0) > 1e-4
 
 
-@pytest.mark.parametrize("method", SCORERS)
-def test_gates_come_to_the_target(checkpoints, method):
-    result = SCORERS[method].score(scoring_session(checkpoints("llama"), steps=40, target=0.5, learning_rate=0.3))
+def test_gates_come_to_the_target(checkpoints):
+    result = duo.score(scoring_session(checkpoints("llama"), steps=40, target=0.5, learning_rate=0.3))
     assert result.scores.shape == (2, 2) and result.scores.dtype == torch.float32
     assert result.facts["mean_gate"] == pytest.approx(0.5, abs=0.2)
     assert result.scores.unique().numel() == 4 and result.facts["steps"] == 40
 
 
-@pytest.mark.parametrize("method", SCORERS)
-def test_what_is_not_finite_stops(checkpoints, method):
+def test_what_is_not_finite_stops(checkpoints):
     session = scoring_session(checkpoints("llama"), steps=2)
     session.model.base_model.norm.weight[0] = float("nan")
-    with pytest.raises(SurgeryError, match=f"{method}, step 1: .*contain NaN"):
-        SCORERS[method].score(session)
-
-
-def test_draws_of_gates_have_the_chance_that_is_penalized():
-    log_alpha = torch.tensor([-3.0, -0.5, 0.0, 2.0]).repeat(20_000, 1)
-    drawn = prulong.sampled_gates(log_alpha, torch.Generator().manual_seed(0))
-    assert drawn.min() == 0 and drawn.max() == 1
-    assert torch.allclose((drawn > 0).float().mean(0), prulong.open_probability(log_alpha[0]), atol=0.01)
-
-
-def test_gates_are_drawn_anew_for_each_sequence_and_seed(checkpoints):
-    losses = []
-    for seed, sequence in ((0, 0), (0, 0), (0, 1), (1, 0)):
-        session = replace(scoring_session(checkpoints("llama"), steps=2), seed=seed)
-        session = replace(session, text=lambda count, text=session.text: text(1))  # the only one, again and again
-        objective = prulong.PruLongObjective(session)
-        objective.log_alpha.data.zero_()
-        losses.append(objective.backward(sequence).item())
-    assert losses[0] == losses[1] and len(set(losses)) == 3
+    with pytest.raises(SurgeryError, match=r"duo, step 1: .*contain NaN"):
+        duo.score(session)
 
 
 def test_rates_rise_and_fall():
