@@ -205,6 +205,18 @@ def test_a_stock_class_has_one_rank():
         ConvertSettings(allocate="spectrum", carrier="stock")
 
 
+def test_engines_get_no_custom_class(checkpoints, tmp_path):
+    """A key norm takes the custom model class, which no engine loads without our code."""
+    with pytest.raises(SurgeryError, match="stock deepseek_v3 cannot hold this model"):
+        convert_checkpoint(
+            checkpoints("qwen3"),
+            tmp_path / "out",
+            ConvertSettings(engine="llama.cpp", kv_ratio=0.8, calibration="none"),
+        )
+    with pytest.raises(SurgeryError, match="reads stock classes"):
+        ConvertSettings(engine="vllm", carrier="own")
+
+
 @pytest.mark.parametrize("name", ["llama_bias", "mistral_window", "qwen3"])
 def test_weights_alone(checkpoints, tmp_path, name):
     settings = ConvertSettings(calibration="none", kv_ratio=0.5)

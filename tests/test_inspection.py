@@ -111,7 +111,7 @@ def test_fewer_heads_are_a_target_unless_a_norm_stands_between(name, model_class
 
 def test_every_target_that_needs_the_custom_class_says_why(inspected):
     targets = {target["command"]: target for target in inspected("llama").targets}
-    words = {"lowrank": "rebuilds", "crosslayer": "packed rows", "quantized": "packed rows"}
+    words = {"lowrank": "rebuilds", "crosslayer": "a few bits", "quantized": "a few bits"}
     words["hybrid --streaming 1"] = "streaming heads in one layer"
     for name, word in words.items():
         target = targets[f"surgery convert --to {name}"]
@@ -214,7 +214,7 @@ def test_a_converted_checkpoint_says_what_it_caches(kind, tmp_path, capsys):
     json.dumps(inspection.to_dict())
     show_inspection(inspection)
     output = capsys.readouterr().out
-    assert "surgery over llama" in output
+    assert "surgery over llama" in output and "\nNext: surgery doctor CKPT " in output
     assert ("keys rebuilt from latents of rank 32" if kind == "low_rank" else "latent rank 16, 16 rotary") in output
 
 

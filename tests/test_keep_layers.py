@@ -125,5 +125,5 @@ def test_what_cannot_be_kept_is_refused(settings, message, checkpoints, tmp_path
 def test_what_does_not_go_with_kept_layers(checkpoints, tmp_path):
     with pytest.raises(SurgeryError, match="--window: must apply to all layers"):
         converted(checkpoints("llama"), tmp_path / "out", "lowrank", keep_layers="0", window=8)
-    with pytest.raises(SurgeryError, match="some layers keep their attention; use --carrier own"):
+    with pytest.raises(SurgeryError, match="some layers keep their attention; drop --engine and --carrier stock"):
         converted(checkpoints("llama"), tmp_path / "out", "mla", keep_layers="0", carrier="stock")

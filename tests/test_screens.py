@@ -19,6 +19,7 @@ from surgery.cli import program as cli
 from surgery.common.setting import settings_of
 from surgery.console import verdicts
 from surgery.console.checks import show_checks
+from surgery.console.conversion import WORTH_HEALING
 from surgery.console.heal import show_healed
 from surgery.console.inspection import show_inspection
 from surgery.console.recipe import show_made
@@ -120,7 +121,7 @@ def test_quiet_leaves_the_verdict_only(source, tmp_path, monkeypatch, capsys):
     )
     assert f"{entries} for {loss_increase:+.4f} nats per token (perplexity {math.expm1(loss_increase):+.1%})" in verdict
     assert "loads in transformers" in verdict
-    assert lines[-3] == f"Next: surgery eval {tmp_path / 'a'} --baseline {source}"
+    assert f"Next: surgery eval {tmp_path / 'a'} --baseline {source}" in lines[-3:]
     show_made(Finished(checkpoints={"a": tmp_path / "a"}))
     output = capsys.readouterr().out
     assert f"a: {entries} for {loss_increase:+.4f}" in output and f"\nNext: surgery eval {tmp_path / 'a'}\n" in output
@@ -252,12 +253,13 @@ def test_an_inspection_is_one_screen(tmp_path, capsys):
     assert "32.0 MiB at 8k, 128.0 MiB at 32k tokens" in output and "128k" not in output
     assert "not measured here" in output
     assert "  best quality: --to lowrank --bits auto (25.0%)\n" in output
-    assert "  smallest: --to lowrank --kv-ratio 0.0625 --bits auto (6.2%)\n" in output
+    assert "  smallest: --to crosslayer --kv-ratio 0.0625 (6.2%)\n" in output
     assert "  for vLLM on CPU: --to mla (25.0%)\n" in output
     assert "--to hybrid" not in output[output.index("recommended (") :]
     # No memory and no context: of a model of few positions it would be warned of, and what fits has nothing to choose.
     assert re.search(
-        r"\nNext: surgery plan CKPT --kv-ratio 0.25 +measures which loses least at a quarter of the bytes\n", output
+        r"\nNext: surgery plan CKPT --kv-ratio 0.25 --out plan.yaml +measures which loses least at a quarter",
+        output,
     )
     show_inspection(inspection, verbose=True)
     assert len(capsys.readouterr().out.splitlines()) > 60
@@ -327,3 +329,26 @@ def test_screen_report_and_card_name_it(error, checkpoints, tmp_path, monkeypatc
     target = json.loads((tmp_path / "out" / "surgery_report.json").read_text())["target"]
     assert target.get("useless_layers") == ({"0": 1.25} if error > 1 else None)
     assert (TOLD in screen, TOLD in (tmp_path / "out" / "README.md").read_text()) == (error > 1, error > 1)
+
+
+def test_a_conversion_ends_in_commands_that_run_from_here(tmp_path, monkeypatch, capsys):
+    """With the folder of the result, which lies next to its source; healing only where there is a loss to recover."""
+    source = make_checkpoint(tmp_path / "models" / "llama", "llama")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--to", "gqa", "--calibration-tokens", "256", "--calibration-length", "64", "--held-out", "1"]
+    code, output, err = run_main(monkeypatch, capsys, "convert", source.relative_to(tmp_path), *arguments)
+    assert code == 0, err
+    commands = [line for line in output.splitlines() if "llama-gqa" in line and "→" not in line]
+    assert any("vllm serve models/llama-gqa" in line for line in commands)
+    assert all("models/llama-gqa" in line for line in commands)
+    increase = float(re.search(r"for ([+-−][\d.]+) nats", output)[1].replace("−", "-"))
+    assert ("surgery heal" in output) == (increase > WORTH_HEALING)
+
+
+def test_what_an_engine_does_itself_is_said_of_a_checkpoint_that_exists(source, monkeypatch, capsys):
+    arguments = ["--to", "quantized", "--engine", "vllm"]
+    code, output, err = run_main(monkeypatch, capsys, "convert", "nowhere", *arguments)
+    assert code == 1 and not output and "nowhere: no such folder" in err
+    code, output, _ = run_main(monkeypatch, capsys, "convert", source, *arguments, "--json")
+    answer = json.loads(output)
+    assert code == 0 and not answer["needs_conversion"] and f"vllm serve {source}" in answer["reason"]

@@ -291,7 +291,7 @@ def test_what_cannot_be_sliced_is_refused(checkpoints, converted, tmp_path):
         (checkpoints("llama"), 0.25, "model_type 'llama' cannot be sliced; convert"),
         (stock, 0.25, "model_type 'deepseek_v3' cannot be sliced; convert"),
         (in_groups, 0.25, "quantized; slice its source"),
-        (earlier / "cascade", 0.25, "without ordered latents"),
+        (earlier / "cascade", 0.25, "caches in bits and cascades cannot be sliced"),
         (plain, 0.25, "the family's own attention"),
         (loss_increase, 0.25, "which surgery slice requires"),
         (old, 0.25, "has no energies of the latents"),

@@ -43,5 +43,7 @@ def choose_carrier(
     if not obstacles:
         return Carrier(StockMLA.choose(config, spec, head_sizes, tied), ("stock deepseek_v3 holds it exactly",))
     if choice == "stock":
-        raise SurgeryError(f"stock deepseek_v3 cannot hold this model: {'; '.join(obstacles)}; use --carrier own")
+        raise SurgeryError(
+            f"stock deepseek_v3 cannot hold this model: {'; '.join(obstacles)}; drop --engine and --carrier stock"
+        )
     return Carrier(OwnMLA(spec), tuple(obstacles))

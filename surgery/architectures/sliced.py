@@ -67,7 +67,12 @@ class LatentModel:
         if config.get("kv_cache"):
             raise SurgeryError.at(path, "its KV cache is quantized; slice its source, then quantize")
         for index, entry in enumerate(layer_entries(config)):
-            if not entry.ranks or entry.quantizes or entry.joined:
+            if entry.quantizes or entry.joined:
+                raise SurgeryError.at(
+                    path,
+                    "caches in bits and cascades cannot be sliced; convert the source again with a smaller --kv-ratio",
+                )
+            if not entry.ranks:
                 named_kind = entry.kind or "the family's own"
                 raise SurgeryError.at(
                     path,

@@ -121,7 +121,8 @@ def convert(
         surgery convert ckpt/ --plan plan.yaml
     """
     check_launcher()
-    from surgery.checkpoint.named_models import model_named, output_of
+    from surgery.checkpoint.named_models import find_model, model_named, output_of
+    from surgery.console.page import print_json, typed
 
     planned = None
     if plan is not None:
@@ -135,7 +136,8 @@ def convert(
     target = find_target(to)
     seconds = None if heal is None else seconds_of(heal, "--heal")
     if planned is None and (better := target.settings_class.better_alternative(options.get)) is not None:
-        print(better)
+        better = better.replace("CKPT", typed(find_model(checkpoint)))
+        print_json({"needs_conversion": False, "reason": better}) if as_json else print(better)
         return
     defaults = dict(planned.settings) if planned else {}
     settings = target.settings({**defaults, **options.of(target.settings_class, f"--to {to}")}, config)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
+from surgery.checkpoint.file_kinds import CONFIG
 from surgery.common.errors import SurgeryError
 from surgery.common.human import duration, origin, share, size, with_perplexity
 from surgery.common.machine import seconds_since_start
@@ -17,8 +19,12 @@ from surgery.console.heal import operations, show_estimate, show_training
 from surgery.console.page import make_table, new_page, plain, print_json, typed
 from surgery.console.verdicts import engines_sentence, kept_bytes, of_conversion, of_healing, show_next, show_ruin
 from surgery.engines.facts import OWN_CLASSES
-from surgery.engines.table import support_lines
+from surgery.engines.table import engine_table, support_lines
 from surgery.reporting.quality import before_and_after, stages_table, useless_message
+
+WORTH_HEALING = 0.02
+"""Loss increase, in nats per token, above which healing is suggested; SmolLM2-135M in bits at a quarter of the bytes
+loses less (docs/smollm2/rows/report.md)."""
 
 
 def show_conversion(conversion, *, as_json: bool = False) -> None:
@@ -41,7 +47,9 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
         _show_layers(page, conversion.report.layers)
     if report["splits"]:
         _show_splits(page, report["splits"])
-    _show_target(page, target, conversion.path)
+    # Of the report's commands, which have the folder's name alone, those that run from here.
+    config = json.loads((conversion.path / CONFIG).read_text(encoding="utf-8"))
+    _show_target(page, {**target, "engines": engine_table(config, folder=conversion.path)}, conversion.path)
     phases = sum(report["seconds"].values())
     page.print(
         f"{f'conversion: {duration(phases)}' if healing else duration(seconds_since_start())}, peak memory "
@@ -54,7 +62,9 @@ def show_conversion(conversion, *, as_json: bool = False) -> None:
     show_ruin(page, target.get("ruined_by", ()))
     if useless := target.get("useless_layers"):
         page.print(f"[bold yellow]{plain(useless_message(useless))}[/bold yellow]", soft_wrap=True)
-    after = [f"surgery heal {result} --teacher {source_name}"] if first["loss"] is not None and not healing else []
+    increase = None if first["loss"] is None else report["ladder"][-1]["loss"] - first["loss"]
+    heal = [f"surgery heal {result} --teacher {source_name} --max-time 1800"]
+    after = heal if increase is not None and increase > WORTH_HEALING and not healing else []
     show_next(page, [f"surgery eval {result} --baseline {source_name}", *after, f"surgery doctor {result}"])
 
 

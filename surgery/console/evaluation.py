@@ -62,7 +62,7 @@ def show_plan(plan, *, as_json: bool = False) -> None:
         page.print(plain(note), soft_wrap=True)
     page.print(
         f"measured: {plain(', '.join(plan.tasks))}; held-out text: {plain(' and '.join(settings['data']))}, "
-        f"{settings['windows']} windows of "
+        f"{min(settings['windows'], settings['limit'] or settings['windows'])} windows of "
         f"{settings['length']:,} tokens; quality in {_dtype(settings['dtype'])} on {settings['device']}, the "
         "other tasks in the checkpoint's dtype",
         soft_wrap=True,

@@ -12,7 +12,7 @@ from surgery.console.page import make_table, new_page, plain, print_json, show_t
 from surgery.console.verdicts import show_next
 from surgery.engines.table import support_lines
 from surgery.engines.verdict import ran
-from surgery.families import LATENT_FAMILIES
+from surgery.families import CONVERTED, LATENT_FAMILIES
 from surgery.inspection.targets import COMMAND
 
 
@@ -47,7 +47,8 @@ def show_inspection(
     if inspection.advice:
         _show_advice(page, inspection.advice)
     if any(target["applies"] for target in inspection.targets):
-        plan, dry = f"surgery plan {called} --kv-ratio 0.25", f"surgery convert {called} --to ... --dry-run"
+        plan = f"surgery plan {called} --kv-ratio 0.25 --out plan.yaml"
+        dry = f"surgery convert {called} --to ... --dry-run"
         width = max(len(plan), len(dry))
         show_next(
             page,
@@ -58,6 +59,8 @@ def show_inspection(
         )
     elif inspection.architecture["model_type"] in LATENT_FAMILIES:
         show_next(page, [f"surgery convert {called} --to mla --dry-run   a smaller latent rank, in the same class"])
+    elif inspection.architecture["model_type"].startswith(CONVERTED):  # "surgery over llama"
+        show_next(page, [f"surgery doctor {called}   lists the engines that load it, with their commands"])
 
 
 def _cache(inspection) -> str:

@@ -58,7 +58,7 @@ def engines_sentence(engines: Mapping[str, Any]) -> str:
         if loads(verdict)
     ]
     sentence = f"loads in {', '.join(taking)}" if taking else "no engine is known to load it"
-    for words, status in (("not tried in", NOT_TRIED), ("open in", OPEN), ("refused by", REFUSED)):
+    for words, status in (("not tried in", NOT_TRIED), ("depends on calibration for", OPEN), ("refused by", REFUSED)):
         if others := [engine for engine, verdict in verdicts.items() if verdict["status"] == status]:
             sentence += f"; {words} {', '.join(others)}"
     return sentence

@@ -6,6 +6,7 @@ from pkgutil import iter_modules
 
 from surgery.common.errors import SurgeryError
 from surgery.common.plugins import Registry
+from surgery.common.setting import did_you_mean
 from surgery.families.base import Family, head_shape
 from surgery.families.latent_family import LatentFamily
 
@@ -23,11 +24,12 @@ FAMILIES: Registry[Family] = Registry(
 
 IN_8_BITS = "; use the 8-bit KV cache of its engine instead"
 LATENTS = "it has MLA attention already"
-CONVERTED = "its attention is converted already; convert its source"
+CONVERTED = "surgery", "surgery_pictures"
+"""Values of ``model_type`` in the custom model classes."""
+
 NO_CACHE = "it has a recurrent state and no KV cache to make smaller"
 
 WHY_NOT = {
-    **dict.fromkeys(("surgery", "surgery_pictures"), CONVERTED),
     **dict.fromkeys(("gemma4", "gemma4_text"), f"its layers share caches and differ in their heads{IN_8_BITS}"),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), f"its keys have a weighted norm after RoPE{IN_8_BITS}"),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), NO_CACHE),
@@ -87,11 +89,15 @@ def family_around(model_type: str) -> Family | None:
 
 def _lookup(config: dict, families: Mapping[str, Family]) -> Family:
     model_type = config.get("model_type")
+    if model_type in CONVERTED:
+        raise SurgeryError("config.json: its attention is converted already; convert its source")
     if model_type not in families and model_type in WHY_NOT:
         raise SurgeryError(f"config.json: model_type {model_type!r} is not supported: {WHY_NOT[model_type]}")
     if model_type not in families:
+        hint = did_you_mean(str(model_type), list(families))
         raise SurgeryError(
-            f"config.json: model_type {model_type!r} is not supported (supported: {', '.join(families)})"
+            f"config.json: model_type {model_type!r} is not supported{hint}; docs/families.md lists the families, and "
+            "CONTRIBUTING.md tells how to add one"
         )
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized

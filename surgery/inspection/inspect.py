@@ -123,7 +123,7 @@ def advice(targets: Sequence[dict[str, Any]], smallest: Iterable[dict[str, Any]]
             engines[name] = min(loadable, key=lambda row: (names.index(row["to"]), name not in row["command"]))
     return {
         "quality": min(applicable, key=lambda row: ranks.get(row["command"], len(ranks))),
-        # At the longest context, where a full-precision window matters little.
-        "smallest": min(all_sizes, key=lambda row: list(row["kv_ratio_at"].values())[-1]),
+        # At the longest context, where first tokens matter little; of equal sizes the later target, which loses less.
+        "smallest": min(reversed(all_sizes), key=lambda row: round(list(row["kv_ratio_at"].values())[-1], 2)),
         "engines": engines,
     }

@@ -94,7 +94,7 @@ class RowLayerReport:
 
     @staticmethod
     def columns() -> tuple[str, ...]:
-        return "latent", "rotated", "read too", "bytes per token", "loss over predicted", "clipped"
+        return "latent", "rotated", "read too", "bytes per token", "measured / predicted loss", "clipped"
 
     def cells(self) -> tuple:
         widths = self.rank or "kept", self.rope_dim, self.shared_rank, self.row_bytes
@@ -126,7 +126,7 @@ class PackedRows(Structure[Source, Settings]):
     least_granules: int = 1
     passes: int = 1
     usual_ratio: ClassVar[float] = 0.25
-    reason: ClassVar[str] = "a cache of packed rows is of the custom model class"
+    reason: ClassVar[str] = "no class of transformers caches values in a few bits each"
 
     def __init__(self, opened: Source, settings: Settings, progress: Progress):
         super().__init__(opened, settings, progress)

@@ -21,7 +21,7 @@ from surgery.common.errors import SurgeryError
 from surgery.families.anatomy import AttentionAnatomy
 from surgery.transforms.algebra import damp
 from surgery.transforms.low_rank_layer import Block, LowRankLayer
-from surgery.transforms.low_rank_methods import METHODS, BlockMoments
+from surgery.transforms.low_rank_methods import METHODS, BlockMoments, check_factors
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def low_rank_layer(
 
     Raises:
         SurgeryError: blocks that do not serve each key and value head once or have more latents than elements to
-            rebuild.
+            rebuild, or a method that returns something else than such factors.
     """
     rule = METHODS[method]
     _check_blocks(anatomy, blocks)
@@ -89,6 +89,7 @@ def low_rank_layer(
     for block in blocks:
         index = elements_of(anatomy, block)
         factors = rule.factors(whole.of(index), block.rank)
+        check_factors(method, factors, block.rank, len(index))
         down.append(factors.down @ weight[index])
         up[index, start : start + block.rank] = factors.up
         projection[index[:, None], index] = factors.up @ factors.down

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from surgery.transforms.allocation import proportional
 from surgery.transforms.low_rank_layer import Block
 
 PALU_HEADS = 4
+Layout = Literal["joint", "separate", "groups"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,22 @@ class Method:
     """
 
     factors: Callable[[BlockMoments, int], Factors]
-    layout: str = "separate"
+    layout: Layout = "separate"
     weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout {self.layout!r} is unknown: choose from {get_args(Layout)}")
+
+
+def check_factors(method: str, factors: Factors, rank: int, elements: int) -> None:
+    """Raise SurgeryError unless a method returned float64 `Factors` of this rank and number of elements."""
+    shapes = {"down": (rank, elements), "up": (elements, rank), "energy": (elements,)}
+    for name, shape in shapes.items():
+        part = getattr(factors, name, None)
+        if not isinstance(part, Tensor) or part.dtype != torch.float64 or tuple(part.shape) != shape:
+            actual = f"{tuple(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
+            raise SurgeryError(f"method {method}: {name} must be float64 of shape {shape}, not {actual}")
 
 
 def loss_weighted(block: BlockMoments, rank: int) -> Factors:

@@ -125,6 +125,7 @@ def test_unreadable_files(tmp_path, name, data, message):
     ("source", "message"),
     [
         ("missing.txt", "'missing.txt': no such file, and not a valid dataset name"),
+        ("pros", "'pros': no such file; did you mean prose"),
         ("/no/such/place", "no such file, and not a valid dataset name"),
         ("a:b:c:d", "no such file, and not a valid dataset name"),
         ("", "no text source; pass a file"),

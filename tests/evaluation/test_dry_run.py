@@ -76,6 +76,7 @@ def test_the_screen_says_what_and_where_and_nothing_is_written(folder, tmp_path,
     assert code == 0 and not listing(tmp_path)
     for message in ("dry run: small-eval", "source", "int8 KV", "3 windows of 80 tokens", "on cuda", "small-eval/"):
         assert message in output
+    assert "2 windows of 80 tokens" in run_main(monkeypatch, capsys, *verb, "--limit", "2")[1]
     code, output, _ = run_main(monkeypatch, capsys, *verb, "--json")
     assert code == 0 and json.loads(output)["tasks"] == ["kv", "loss"]
     (tmp_path / "small-eval").mkdir()

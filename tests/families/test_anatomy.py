@@ -71,6 +71,8 @@ def test_a_layer_alone_names_no_tokens_that_its_vocabulary_lacks(checkpoints):
     ("config", "message"),
     [
         ({"model_type": "bert"}, "model_type 'bert' is not supported"),
+        ({"model_type": "qwen2_mo"}, "did you mean qwen2_moe"),
+        ({"model_type": "surgery"}, "converted already; convert its source"),
         ({"model_type": "gemma4"}, "'gemma4' is not supported: its layers share caches.* 8-bit KV cache"),
         ({"model_type": "mamba"}, "'mamba' is not supported: (?!.*8-bit)"),
         ({"model_type": "kimi_k2"}, "'kimi_k2' is not supported: (?!.*8-bit).*deepseek_v3"),

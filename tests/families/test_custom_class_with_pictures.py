@@ -226,7 +226,7 @@ def test_healing_writes_it_in_its_place(picture_models, tmp_path, name):
         ("qwen3_vl", "gqa", {"kv_heads": 1}, "with a q/k-norm"),
         ("qwen3_vl", "mla", {"method": "transmla"}, "merges neighboring rotary pairs"),
         ("llava", "mla", {"carrier": "stock"}, "cannot hold this model: the source has a vision tower"),
-        ("llava", "mla", {"engine": "llama.cpp"}, "llama.cpp cannot serve it"),
+        ("llava", "mla", {"engine": "llama.cpp"}, "cannot hold this model: the source has a vision tower"),
         ("gemma3", "quantized", {}, "sliding window"),
         ("qwen3_5", "quantized", {}, "sliding window or a"),
     ],

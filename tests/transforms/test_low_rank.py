@@ -1,6 +1,7 @@
 """Low-rank keys and values: exact at full rank, predicted below it, and every named method does what it says."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,15 @@ from surgery.running.source import Source
 from surgery.transforms.algebra import damp
 from surgery.transforms.low_rank import LowRankConversion, loss_metric, low_rank_layer
 from surgery.transforms.low_rank_layer import Block, SimulatedLowRank
-from surgery.transforms.low_rank_methods import METHODS, blocks_for, fisher_information, palu_ranks
+from surgery.transforms.low_rank_methods import (
+    METHODS,
+    Factors,
+    Method,
+    blocks_for,
+    check_factors,
+    fisher_information,
+    palu_ranks,
+)
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -152,6 +161,25 @@ def test_latents_are_as_large_as_what_they_stand_for():
 
 
 # Named methods.
+
+ones = partial(torch.ones, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("factors", "part"),
+    [
+        (None, "down"),
+        (Factors(ones(4, 10), ones(10, 4).float(), ones(10)), "up"),
+        (Factors(ones(10, 4), ones(10, 4), ones(10)), "down"),
+        (Factors(ones(4, 10), ones(10, 4), ones(4)), "energy"),
+    ],
+)
+def test_a_method_that_returns_other_factors_is_named(factors, part):
+    check_factors("mine", Factors(ones(4, 10), ones(10, 4), ones(10)), 4, 10)
+    with pytest.raises(SurgeryError, match=f"method mine: {part} must be float64 of shape"):
+        check_factors("mine", factors, 4, 10)
+    with pytest.raises(ValueError, match="layout 'xx' is unknown"):
+        Method(lambda block, rank: None, layout="xx")
 
 
 def test_palu_ranks_follow_the_fisher_information():

@@ -13,7 +13,7 @@ from surgery.common.errors import SurgeryError
 from surgery.common.progress import Progress
 from surgery.families import LATENT_FAMILIES
 from surgery.running.source import Source
-from surgery.structures.base import Candidate
+from surgery.structures.base import Candidate, TargetOption
 from surgery.structures.cross_layer.settings import RATIO, CrossLayerSettings
 from surgery.structures.low_rank.quantized import QuantizedRows
 
@@ -24,6 +24,7 @@ class Cascade(QuantizedRows):
     name = "crosslayer"
     supports_multimodal = False
     usual_ratio = RATIO
+    options = (TargetOption(), TargetOption(" --kv-ratio 0.0625", {"kv_ratio": 0.0625}, listed=False))
 
     def __init__(self, opened: Source, settings: CrossLayerSettings, progress: Progress):
         super().__init__(opened, settings, progress)

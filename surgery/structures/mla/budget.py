@@ -89,8 +89,8 @@ def _check(rope: int, rank: int, reserved: int, full: int, max_rope: int) -> Non
         raise SurgeryError(f"rope_dim {rope} is not possible: choose an even number up to {max_rope}")
     if rank < 1:
         raise SurgeryError(
-            f"{rope} rotary dimensions leave a latent of rank {rank}: raise kv_ratio, or lower rope_dim if the engine "
-            "supports it"
+            f"the rotary dimensions that the engine or rope_dim asks for leave no room for a latent: raise kv_ratio by "
+            f"{(1 - rank) / full:.2g} or more, or lower rope_dim if the engine supports it"
         )
     if rope + rank + reserved >= full:
         numbers = f"{rope} + {rank + reserved} elements per token"

@@ -44,8 +44,8 @@ class QuantizedMLA(PackedRows[ConvertSettings]):
     exact_stages = EXACT_STAGES
     least_granules = 2
     reason = (
-        "packed rows need the custom model class; --engine NAME writes stock deepseek_v3 for an engine without our "
-        "code, for models that it can hold, and loses more at equal bytes"
+        "no class of transformers caches latents in a few bits each; --engine NAME writes stock deepseek_v3 for an "
+        "engine without our code, for models that it can hold, and loses more at equal bytes"
     )
 
     def __init__(self, opened: Source, settings: ConvertSettings, progress: Progress):

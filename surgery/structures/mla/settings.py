@@ -69,6 +69,9 @@ class ConvertSettings(RowSettings):
         advanced=True,
     )
     keep_layers: str = keep_layers()
+    bits: Literal["auto"] | None = setting(
+        None, section="Bits", unset="auto, unless a rank, a carrier, an engine or another method is given"
+    )
     carrier: Literal["auto", "stock", "own"] = setting(
         "auto",
         "Target class: stock (deepseek_v3) or own (the custom model class), both unquantized.",
@@ -91,8 +94,8 @@ class ConvertSettings(RowSettings):
             )
             if self.engine is not None:
                 raise SurgeryError(
-                    f"bits: {self.engine} cannot read our quantized cache; drop --bits and set the engine's own cache "
-                    "dtype, which surgery doctor prints",
+                    f"bits: --engine {self.engine} writes a stock class, which has none; drop --bits, or drop --engine "
+                    "(vLLM reads bits with our plugin)",
                     setting="bits",
                 )
             if self.carrier == "stock":
@@ -145,7 +148,6 @@ class ConvertSettings(RowSettings):
 
     def _check_engine(self) -> None:
         for name, allowed in (
-            ("carrier", ("auto", "stock")),
             ("allocate", ("auto", "uniform")),
             ("method", ("fisher",)),
         ):
@@ -153,5 +155,10 @@ class ConvertSettings(RowSettings):
                 raise SurgeryError(
                     f"engine {self.engine} requires {name} {allowed[0]}, not {getattr(self, name)}", setting="engine"
                 )
-        # The dataclass is frozen. Engines load default RoPE only, which overrides the setting.
+        if self.carrier == "own":
+            raise SurgeryError(
+                f"engine {self.engine} reads stock classes; drop --engine, or --carrier own", setting="engine"
+            )
+        # The dataclass is frozen. Engines load stock classes and default RoPE only, which overrides the settings.
+        object.__setattr__(self, "carrier", "stock")
         object.__setattr__(self, "rope_frequencies", "grid")
