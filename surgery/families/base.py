@@ -105,7 +105,6 @@ class Family:
         norm_eps: config key of these LayerNorms' eps.
         input_norm: name of the norm before the attention; a layer without such a module has none.
         embedding_scale: factor on token embeddings.
-        forwards_kwargs: whether its decoder layers pass unknown keyword arguments on to the attention.
         extra_parts: parts of its layers, outside the attention, that stock ``deepseek_v3`` lacks; None if there are
             none.
         experts: whether feed-forward layers are mixtures of experts, which stay unchanged.
@@ -135,7 +134,6 @@ class Family:
     norm_eps: str = "layer_norm_eps"
     input_norm: str = "input_layernorm"
     embedding_scale: Callable[[object], float] = lambda config: 1.0
-    forwards_kwargs: bool = True
     extra_parts: str | None = None
     experts: bool = False
     expert_layers: Callable[[object, object, int], None] = lambda single, config, layer: None

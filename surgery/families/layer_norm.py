@@ -15,10 +15,9 @@ NEMOTRON = Family(
     layer_norm=True,
     norm_eps="norm_eps",
     norm_offset=1.0,
-    forwards_kwargs=False,
     extra_parts=UNGATED,
 )
-STABLELM = Family(model_type="stablelm", partial=True, layer_norm=True, forwards_kwargs=False, extra_parts="LayerNorms")
+STABLELM = Family(model_type="stablelm", partial=True, layer_norm=True, extra_parts="LayerNorms")
 STARCODER2 = Family(
     model_type="starcoder2", window=uniform_window, layer_norm=True, norm_eps="norm_epsilon", extra_parts="LayerNorms"
 )
