@@ -31,10 +31,9 @@ from surgery.calibration.sequences import (
     token_hash,
     tokenized,
 )
-from surgery.calibration.text import BUILTIN, iter_documents
+from surgery.calibration.text import BUILTIN, CHAT, CODE, DOCSTRINGS, PROSE, iter_documents
 from surgery.common.errors import SurgeryError
 
-PROSE, CODE, CHAT, DOCSTRINGS = "prose", "code", "chat", "docstrings"
 DEFAULT: Mapping[str, float] = {PROSE: 0.5, CODE: 0.3, CHAT: 0.2}
 SMALL_VOCABULARY = 8_192
 """Tokenizers with fewer tokens belong to models of one kind of text, such as the demo model, which reads Python."""

@@ -20,8 +20,8 @@ from surgery.common.removed import REMOVED
 from surgery.common.setting import did_you_mean
 from surgery.common.visible import visible
 
-BUILTIN = "builtin"
-NAMED = (BUILTIN, "prose", "code", "docstrings", "chat")
+BUILTIN, PROSE, CODE, DOCSTRINGS, CHAT = "builtin", "prose", "code", "docstrings", "chat"
+NAMED = [BUILTIN, PROSE, CODE, DOCSTRINGS, CHAT]
 """Texts of the package, which names of datasets may not resemble without an owner."""
 
 # Shipped as the held-out text that conversions are measured on: calibrating on it would be cheating.
@@ -259,7 +259,7 @@ def _dataset_parts(source: str) -> tuple[str, str | None, str]:
     name = parts["name"] if parts else ""
     # Names that look like files are not looked up on the Hub: most are typos.
     on_hub = HUB_NAME.fullmatch(name) and Path(source).suffix.lower() not in READERS
-    if on_hub and "/" not in name and (hint := did_you_mean(name, [*NAMED])):
+    if on_hub and "/" not in name and (hint := did_you_mean(name, NAMED)):
         raise SurgeryError(f"{source!r}: no such file{hint}; for a dataset of that name pass its owner too")
     if parts is None or not (on_hub or Path(name).expanduser().is_dir()):
         raise SurgeryError(

@@ -10,9 +10,10 @@ from surgery.common.tables.table import Column
 from surgery.console.conversion import class_and_why
 from surgery.console.page import make_table, new_page, plain, print_json, show_title, typed
 from surgery.console.verdicts import show_next
+from surgery.engines.facts import OWN_CLASSES
 from surgery.engines.table import support_lines
 from surgery.engines.verdict import ran
-from surgery.families import CONVERTED, LATENT_FAMILIES
+from surgery.families import LATENT_FAMILIES
 from surgery.inspection.targets import COMMAND
 
 
@@ -59,7 +60,7 @@ def show_inspection(
         )
     elif inspection.architecture["model_type"] in LATENT_FAMILIES:
         show_next(page, [f"surgery convert {called} --to mla --dry-run   a smaller latent rank, in the same class"])
-    elif inspection.architecture["model_type"].startswith(CONVERTED):  # "surgery over llama"
+    elif inspection.architecture["model_type"].startswith(OWN_CLASSES):  # "surgery over llama"
         show_next(page, [f"surgery doctor {called}   lists the engines that load it, with their commands"])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from surgery.calibration.settings import ConversionSettings
+from surgery.calibration.settings import NO_CALIBRATION, ConversionSettings
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 
@@ -43,6 +43,13 @@ class RowSettings(ConversionSettings):
     def first_tokens(self) -> int:
         """Number of first tokens that a cache of packed rows keeps in full precision."""
         return FIRST_TOKENS if self.sinks is None else self.sinks
+
+    def require_text(self, target: str) -> None:
+        """Raise SurgeryError if there is no calibration text, from which packed rows take bits and steps."""
+        if self.calibration == NO_CALIBRATION:
+            raise SurgeryError(
+                f"--to {target} requires calibration text: drop --calibration none", setting="calibration"
+            )
 
     def ending(self, target: str) -> str:
         """Return the ending of the default output name, with "-bits" for packed rows."""

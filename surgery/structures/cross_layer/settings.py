@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.structures.kept_layers import keep_layers
 from surgery.structures.settings import RowSettings
 
 RATIO = 0.125
-"""Default KV ratio: at a quarter of the bytes, MLA and single heads in bits lose as little and rebuild less."""
+"""Default KV ratio. SmolLM2-135M as a cascade loses 0.0176 there, about as much as MLA in bits with twice the bytes
+(docs/smollm2/rows/report.md)."""
 GROUP, SMALL_RATIO_GROUP, SMALL_RATIO = 3, 6, 0.1
 """Default sizes of groups, and the ratio below which the larger one is used. SmolLM2-135M as a cascade at a sixteenth
 of the bytes lost 0.1848 with groups of 3 and 0.1168 with groups of 6 (docs/research/bits.md)."""
@@ -43,10 +43,7 @@ class CrossLayerSettings(RowSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.calibration == NO_CALIBRATION:
-            raise SurgeryError(
-                "--to crosslayer requires calibration text: drop --calibration none", setting="calibration"
-            )
+        self.require_text("crosslayer")
         if self.layers_per_group < 2:
             raise SurgeryError(
                 f"group_size must be at least 2, not {self.group_size}; use --to lowrank for single layers",

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from surgery.calibration.settings import NO_CALIBRATION
 from surgery.common.errors import SurgeryError
 from surgery.common.setting import setting
 from surgery.engines.cache_formats import cache_dtype_flags
@@ -30,10 +29,7 @@ class QuantizedSettings(RowSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.calibration == NO_CALIBRATION:
-            raise SurgeryError(
-                "--to quantized requires calibration text: drop --calibration none", setting="calibration"
-            )
+        self.require_text("quantized")
         if self.bits != "auto" and self.kv_ratio is not None:
             raise SurgeryError(
                 f"kv_ratio: bits {self.bits} determines the bytes; drop kv_ratio, or use --bits auto",
